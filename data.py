@@ -1,0 +1,1099 @@
+"""Token files, index, order, batches and the Grain loader, and the command line that makes and checks them.
+
+    text --tokenize--> token files --index--> index.json --order--> instance ids --loader--> batches
+
+The batch is a pure function. With N instances of S tokens and a global batch of B rows, usable U = (N // B) * B:
+
+    global position  p = instances trained on before this row    (row r of the batch that starts at p is p + r)
+    epoch            e = p // U + 1                              (the last N mod B positions of an epoch are dropped)
+    instance         i = order(e)[p % U]                         (order: a permutation of 0..N-1, from seed and e)
+
+so it depends on index, order, seed, B and position alone: not on hosts, workers, prefetch, history or restarts.
+
+Token file   headerless little-endian uint32 (uint16 if the index says so); called .npy, as Ai2's are, in name only.
+             One document after another, an EOS token after each. No BOS, no padding.
+Instance     tokens [k*S, (k+1)*S) of one file. It never spans files; the tail of every file is dropped.
+Index        JSON, see `Index`. Paths are relative, so data can move; the fingerprint does not depend on where they are.
+Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtered, instance.
+
+Source: OLMo-core 2.5 data/numpy_dataset.py:NumpyFSLDataset, data/data_loader.py, data/utils.py (instances, order
+"olmo_core", fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it
+needs no memory and no start-up time. What this is not: no packing, no mixing by weight, no reading from object stores
+(mount them). It imports no sibling file, and jax only where Grain does: in `loader` and in the feistel order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import numpy as np
+import zstandard
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+# Dimensions in names: B rows of a batch, S tokens of an instance.
+INDEX_VERSION = 1
+EDGE_BYTES = 4096  # so much of either end of a file is hashed: enough to notice a swapped file, cheap on 4 TB
+NPY_MAGIC = b"\x93NUMPY"
+EOS, PAD = "<|endoftext|>", "<|pad|>"  # how dolma2 spells them too
+SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+READ_BYTES = 2**20
+ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
+SCAN_TOKENS = 2**22  # tokens that `verify --ids` looks at at once
+EOS_WITHIN = 1_000_000  # `verify --ids` warns about a file of this many tokens without one EOS
+PAD_FRACTION = 0.01  # ... and about one with more padding than this
+
+
+class DataError(ValueError):
+    """Bad input data or data configuration; the command lines print it as one line and exit 2."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The science of a run's data: `data:` of configs/<recipe>.yaml. No defaults."""
+
+    index: str
+    order: str  # "olmo_core" (Ai2's exact order) | "feistel"; "sequential" is for held-out data
+    seed: int
+    sequence_length: int
+    global_batch: int  # instances
+    repetition_filter: bool  # mask the loss of instances that repeat themselves (OLMo 3 32B: yes, 7B: no)
+    mask_token: int | None  # no loss where the label is this token
+    document_mask: bool  # attention stays inside a document (Ai2: only in stage 3)
+
+    def __post_init__(self):
+        if self.order not in ("olmo_core", "feistel", "sequential"):
+            raise DataError(f"data.order: got {self.order!r}, expected olmo_core or feistel")
+        if self.seed < 0 or self.sequence_length < 2 or self.global_batch < 1:
+            got = f"{self.seed}, {self.sequence_length}, {self.global_batch}"
+            raise DataError(f"data seed, sequence_length, global_batch: got {got}, expected >= 0, >= 2, >= 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def local_path(path: str | os.PathLike) -> Path:
+    """A pathlib path; refuses URLs, which pathlib would turn into a folder called "gs:"."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise DataError(f"{path}: got a URL, expected a local path; fix: mount it, e.g. with gcsfuse")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that gets its name only when it is complete and on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def edge_hash(path: Path) -> str:
+    """sha256 of the first and the last 4 KiB of a file."""
+    with open(path, "rb") as f:
+        head = f.read(EDGE_BYTES)
+        f.seek(max(0, os.fstat(f.fileno()).st_size - EDGE_BYTES))
+        return hashlib.sha256(head + f.read(EDGE_BYTES)).hexdigest()
+
+
+def format_fault(path: Path, itemsize: int) -> str | None:
+    """What keeps `path` from being a headerless token file, or None."""
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        magic = f.read(len(NPY_MAGIC))
+    if size == 0:
+        return f"{path}: got an empty file, expected tokens; fix: remove it from the list"
+    if magic == NPY_MAGIC:
+        return f"{path}: got a real .npy header, expected headerless tokens; fix: np.load(path).tofile(path)"
+    if size % itemsize:
+        return f"{path}: got {size} bytes, expected a multiple of {itemsize}; fix: truncated, or another dtype"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Index
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    path: str  # POSIX, relative to the data root
+    label: str  # source or domain; held-out losses are grouped by it
+    bytes: int
+    instances: int  # bytes // itemsize // sequence_length
+    edge_hash: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """The data of a run, in order. As JSON: these fields by name. Wrong contents raise DataError."""
+
+    version: int
+    sequence_length: int
+    dtype: str  # "uint32" | "uint16"
+    tokenizer: str  # a name, or the path of a tokenizer.json relative to the index
+    vocab_size: int  # ids are 0..vocab_size-1
+    eos_id: int
+    pad_id: int | None
+    files: tuple[TokenFile, ...]
+    fingerprint: str
+
+    def __post_init__(self):
+        check_format(self.sequence_length, self.dtype, self.vocab_size)
+        for name, token in (("eos_id", self.eos_id), ("pad_id", self.pad_id)):
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise DataError(f"{name}: got {token}, expected an id below the vocabulary size {self.vocab_size}")
+        if len({f.path for f in self.files}) < len(self.files):
+            raise DataError(f"files: got {len(self.files)} entries, expected every path once")
+        for f in self.files:
+            if PurePosixPath(f.path).is_absolute() or ".." in PurePosixPath(f.path).parts:
+                raise DataError(f"{f.path}: expected a path below the data root")
+            if f.instances != f.bytes // self.itemsize // self.sequence_length:
+                raise DataError(f"{f.path}: {f.instances} instances do not follow from {f.bytes} bytes")
+        if self.instances == 0:
+            tokens = sum(f.bytes for f in self.files) // self.itemsize
+            raise DataError(
+                f"no instances: got {tokens} tokens in {len(self.files)} files, expected one file of at least "
+                f"{self.sequence_length} tokens; fix: check the paths, or shorten the sequence"
+            )
+        expected = fingerprint(self.sequence_length, self.dtype, self.tokenizer, self.vocab_size, self.files)
+        if self.fingerprint != expected:
+            raise DataError(f"fingerprint: got {self.fingerprint}, the contents give {expected}; fix: index again")
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def instances(self) -> int:
+        return sum(f.instances for f in self.files)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [files + 1]: global ids of file f are offsets[f] .. offsets[f+1] - 1."""
+        return np.cumsum([0] + [f.instances for f in self.files], dtype=np.int64)
+
+
+def check_format(sequence_length: int, dtype: str, vocab_size: int) -> None:
+    if sequence_length < 2:
+        raise DataError(f"sequence length: got {sequence_length}, expected at least 2")
+    if dtype not in ("uint16", "uint32"):
+        raise DataError(f"dtype: got {dtype!r}, expected uint32 or uint16")
+    if vocab_size > np.iinfo(dtype).max + 1:
+        raise DataError(f"dtype: got {dtype} with a vocabulary of {vocab_size}; ids would wrap; fix: use uint32")
+
+
+def fingerprint(sequence_length: int, dtype: str, tokenizer: str, vocab_size: int, files: Sequence[TokenFile]) -> str:
+    """sha256 over everything that decides which tokens an instance holds; independent of where the files are."""
+    rows = [[f.label, f.path, f.bytes, f.edge_hash] for f in files]
+    content = json.dumps([sequence_length, dtype, tokenizer, vocab_size, rows], separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
+
+
+def olmo_core_fingerprint(index: Index) -> str:
+    """What OLMo-core calls the same data (numpy_dataset.py:fingerprint, v2.0): file names and sizes, no contents.
+
+    max_target_sequence_length is the sequence length, as in the official scripts from 8192 tokens on."""
+    fields = {
+        "vocab_size": index.vocab_size,
+        "pad_token_id": index.pad_id,
+        "eos_token_id": index.eos_id,
+        "dtype": f"<class 'numpy.{index.dtype}'>",
+        "max_target_sequence_length": index.sequence_length,
+        "bos_token_id": None,
+    }
+    text = "class=NumpyFSLDataset" + "".join(f"{name}={value}," for name, value in fields.items())
+    text += "".join(f"path={PurePosixPath(f.path).name},size={f.bytes}," for f in index.files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_index(
+    files: Iterable[tuple[str, Path]],
+    root: Path,
+    sequence_length: int,
+    *,
+    tokenizer: str,
+    vocab_size: int,
+    eos_id: int,
+    pad_id: int | None = None,
+    dtype: str = "uint32",
+) -> Index:
+    """An index of (label, path) pairs, in the order given; `root` is what its paths will be relative to."""
+    check_format(sequence_length, dtype, vocab_size)
+    itemsize = np.dtype(dtype).itemsize
+    root = local_path(root).resolve()
+    entries = []
+    for label, path in files:
+        path = local_path(path).resolve()
+        if not path.is_file():
+            raise DataError(f"{path}: got no such file, expected tokens; fix: check the path")
+        if not path.is_relative_to(root):
+            raise DataError(f"{path}: got a file outside {root}, expected one below it; fix: give --root")
+        if fault := format_fault(path, itemsize):
+            raise DataError(fault)
+        size = path.stat().st_size
+        instances = size // itemsize // sequence_length
+        entries.append(TokenFile(path.relative_to(root).as_posix(), label, size, instances, edge_hash(path)))
+    identity = (sequence_length, dtype, tokenizer, vocab_size)
+    return Index(INDEX_VERSION, *identity, eos_id, pad_id, tuple(entries), fingerprint(*identity, entries))
+
+
+def write_index(index: Index, path: Path) -> None:
+    with replacing(local_path(path)) as f:
+        f.write(json.dumps(dataclasses.asdict(index), indent=1).encode() + b"\n")
+
+
+def load_index(path: str | os.PathLike) -> Index:
+    """Reads and checks an index; touches no token file."""
+    path = local_path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: got no such file, expected an index; fix: python data.py index ... --out {path}")
+    try:
+        fields = json.loads(path.read_bytes())
+        if fields["version"] != INDEX_VERSION:
+            raise DataError(f"index version: got {fields['version']!r}, expected {INDEX_VERSION}; fix: index again")
+        return Index(**fields | {"files": tuple(TokenFile(**f) for f in fields["files"])})
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from e
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise DataError(f"{path}: not an index ({type(e).__name__}: {e}); fix: index again") from e
+
+
+def file_fault(path: Path, file: TokenFile, read: bool = True) -> str | None:
+    """How a token file differs from its index entry, or None. read=False looks at its size only."""
+    if not path.is_file():
+        return f"{path}: got no such file, expected {file.bytes} bytes; fix: give --data-root"
+    if (size := path.stat().st_size) != file.bytes:
+        return f"{path}: got {size} bytes, the index says {file.bytes}; fix: copy the file again, or index again"
+    if read and edge_hash(path) != file.edge_hash:
+        return f"{path}: got other first or last 4 KiB than the index says; fix: copy the file again, or index again"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.PathLike | None):
+    """The permutation of 0..n-1 of an epoch (from 1), to be indexed with an array of positions.
+
+    A function of (kind, n, seed, epoch), never of what was read before. With order_dir, "olmo_core" is kept there and
+    memory-mapped, so that all processes of a machine share it; with None it is held in memory."""
+    if not 0 < n < 2**32 - 1:
+        raise DataError(f"instances: got {n}, expected 1 .. 2^32 - 2")
+    if kind == "sequential":
+        return np.arange(n, dtype=np.uint32)
+    if kind == "feistel":
+        return FeistelOrder(n, seed, epoch)
+    if kind != "olmo_core":
+        raise DataError(f"order: got {kind!r}, expected olmo_core, feistel or sequential")
+    if order_dir is None:
+        return olmo_core_permutation(n, seed, epoch)
+    # OLMo-core's own name and format (data_loader.py:_global_indices_file): its files can be used here and vice versa.
+    path = local_path(order_dir) / f"global_indices_dataset_size{n}_epoch{epoch}_seed{seed}_v1.npy"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait; the kernel lets go when it dies
+            if not path.exists():
+                with replacing(path) as f:
+                    olmo_core_permutation(n, seed, epoch).tofile(f)
+    if (size := path.stat().st_size) != 4 * n:
+        raise DataError(f"{path}: got {size} bytes, expected {4 * n}; fix: delete it, it will be built again")
+    return np.memmap(path, dtype="<u4", mode="r")
+
+
+def olmo_core_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """uint32 [n]: OLMo-core data/data_loader.py:_build_global_indices, chunk size 1."""
+    instances = np.arange(n, dtype="<u4")
+    np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(instances)
+    return instances
+
+
+class FeistelOrder:
+    """A permutation computed entry by entry (Grain's index shuffle, 5 us each), without memory."""
+
+    def __init__(self, n: int, seed: int, epoch: int):
+        import grain  # imports jax: 0.8 s that tokenise and index need not spend
+
+        mixed = np.random.SeedSequence([seed, epoch]).generate_state(1)[0]  # (1, 2) and (2, 1) are not neighbours
+        self._instances = grain.MapDataset.range(n).shuffle(seed=int(mixed))
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def __getitem__(self, positions):
+        positions = np.asarray(positions)
+        if positions.size and not 0 <= positions.min() <= positions.max() < len(self):
+            raise IndexError(f"position outside 0..{len(self) - 1}")  # Grain would go on into another permutation
+        return np.array([self._instances[int(p)] for p in positions.flat], np.int64).reshape(positions.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From tokens to a batch
+
+
+def repetition_filtered(tokens: np.ndarray, max_period: int = 13, min_times: int = 32) -> np.ndarray:
+    """[..., S] -> bool [...]: does a pattern of 1..max_period tokens stand min_times in a row somewhere?
+
+    Decides as OLMo-core data/utils.py:find_periodic_sequences, which compares rows of p tokens and adds what matches
+    in the rows before and after. m consecutive matches tokens[i] == tokens[i-p] are a span of m + p tokens, that is
+    (m + p) // p times the pattern; as m >= 2p - 1 always covers a whole row, its rows miss no span of three times or
+    more, and its padding row keeps the end from matching the start. So, with min_times >= 3, the decision is exactly:
+    for some p there are (min_times - 1) * p matches in a row."""
+    assert min_times >= 3
+    found = np.zeros(tokens.shape[:-1], bool)
+    for period in range(1, max_period + 1):
+        run, need = 1, (min_times - 1) * period
+        run_starts = tokens[..., period:] == tokens[..., :-period]  # here starts a run of at least `run` matches
+        while run < need and run_starts.any():
+            step = min(run, need - run)
+            run_starts = run_starts[..., step:] & run_starts[..., :-step]
+            run += step
+        found |= run_starts.any(-1)
+    return found
+
+
+def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig) -> dict:
+    """What a step trains on, from checked token ids:
+
+    tokens       int32 [B, S]
+    labels       int32 [B, S]   the next token; 0 at the last position, which has none
+    segment_ids  int32 [B, S]   0, or with document_mask the EOS tokens before it: an EOS is in the document it ends
+    loss_mask    bool  [B, S]   False at the last position, where the label is mask_token, and all over a filtered row
+    filtered     bool  [B]      the row repeats itself; it stays in the batch, so that no later batch moves
+    instance     int64 [B]      global instance ids
+
+    As in OLMo-core the label at an EOS is the first token of the next document, with and without document_mask."""
+    tokens = tokens_BS.astype(np.int32)
+    labels = np.zeros_like(tokens)
+    labels[:, :-1] = tokens[:, 1:]
+    filtered = repetition_filtered(tokens) if config.repetition_filter else np.zeros(len(tokens), bool)
+    loss_mask = np.repeat(~filtered[:, None], tokens.shape[1], axis=1)
+    loss_mask[:, -1] = False
+    if config.mask_token is not None:
+        loss_mask &= labels != config.mask_token
+    segment_ids = np.zeros_like(tokens)
+    if config.document_mask:
+        is_eos = tokens == index.eos_id
+        segment_ids = np.cumsum(is_eos, axis=1, dtype=np.int32) - is_eos
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "segment_ids": segment_ids,
+        "loss_mask": loss_mask,
+        "filtered": filtered,
+        "instance": instance_B,
+    }
+
+
+class BatchSource:
+    """Batches by global position. Picklable: Grain's workers get a copy. Nothing stays open between reads."""
+
+    def __init__(self, index: Index, config: DataConfig, root: Path, order_dir, rows: np.ndarray):
+        self.index, self.config, self.root, self.order_dir, self.rows = index, config, root, order_dir, rows
+        self.instances = index.instances
+        self.batches_per_epoch = self.instances // config.global_batch
+        self.usable = self.batches_per_epoch * config.global_batch
+        self._offsets = index.offsets
+        self._dtype = np.dtype(index.dtype).newbyteorder("<")
+        self._orders = {}  # epoch -> permutation, the latest only
+        self._checked_files = set()
+
+    def __getstate__(self):
+        return self.__dict__ | {"_orders": {}}  # pickling a memmap would send the whole permutation
+
+    def instances_at(self, position: int) -> np.ndarray:
+        """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""
+        if position < 0:
+            raise DataError(f"position: got {position}, expected 0 or more instances")
+        positions = position + self.rows
+        instances = np.empty(len(positions), np.int64)
+        epochs = positions // self.usable + 1
+        for epoch in np.unique(epochs):  # two only in the batch across an epoch's end, after a change of batch size
+            if (order := self._orders.get(epoch)) is None:
+                config = self.config
+                order = epoch_order(config.order, self.instances, config.seed, int(epoch), self.order_dir)
+                self._orders = {epoch: order}
+            instances[epochs == epoch] = order[positions[epochs == epoch] % self.usable]
+        if (largest := instances.max()) >= self.instances:
+            raise DataError(f"order in {self.order_dir}: got instance {largest} of {self.instances}; fix: delete it")
+        return instances
+
+    def locate(self, instance: int) -> tuple[TokenFile, int]:
+        """The file that holds an instance, and the token offset in it."""
+        number = int(np.searchsorted(self._offsets, instance, side="right")) - 1  # skips files without instances
+        return self.index.files[number], int(instance - self._offsets[number]) * self.index.sequence_length
+
+    def read(self, instance: int) -> np.ndarray:
+        """uint [S]: the tokens of an instance, checked. Plain reads: a file cut off under a memory map would kill the
+        process with SIGBUS, and a thousand maps hold a thousand file descriptors."""
+        file, offset = self.locate(instance)
+        path = self.root / file.path
+        if file.path not in self._checked_files:
+            if fault := file_fault(path, file):
+                raise DataError(fault)
+            self._checked_files.add(file.path)
+        S = self.index.sequence_length
+        tokens = np.fromfile(path, self._dtype, count=S, offset=offset * self._dtype.itemsize)
+        if len(tokens) != S:
+            raise DataError(f"{path}: got {len(tokens)} tokens at offset {offset}, expected {S}; fix: it was truncated")
+        if tokens.max() >= self.index.vocab_size:  # unsigned still: 4294967295 must not become -1
+            bad = int(np.argmax(tokens >= self.index.vocab_size))
+            what = f"{path}: token {offset + bad}"
+            raise DataError(f"{what}: got id {tokens[bad]}, expected below the vocabulary size {self.index.vocab_size}")
+        return tokens
+
+    def batch_at(self, position: int) -> dict:
+        """This host's rows of the batch that starts at `position`, see `finish_batch`."""
+        instances = self.instances_at(position)
+        return finish_batch(np.stack([self.read(i) for i in instances]), instances, self.index, self.config)
+
+
+def open_data(
+    config: DataConfig,
+    data_root: str | os.PathLike | None = None,
+    order_dir: str | os.PathLike | None = None,
+    rows: Sequence[int] | None = None,
+    shuffle: bool = True,
+) -> BatchSource:
+    """Checks index, config and the size of every file. `rows`: this host's rows of the global batch (default: all).
+
+    data_root: where the index's paths start (default: the folder of the index). shuffle=False: instances in order."""
+    if shuffle and config.order == "sequential":
+        raise DataError("data.order: got sequential, expected olmo_core or feistel; fix: shuffle=False asks for it")
+    source = _open(config if shuffle else dataclasses.replace(config, order="sequential"), data_root, order_dir, rows)
+    if source.batches_per_epoch == 0:
+        got = f"{source.instances} instances of {config.sequence_length} tokens"
+        raise DataError(f"{config.index}: got {got}, expected at least one global batch of {config.global_batch}")
+    return source
+
+
+def _open(config: DataConfig, data_root, order_dir, rows) -> BatchSource:
+    index = load_index(config.index)
+    if config.sequence_length != index.sequence_length:
+        got = f"got {config.sequence_length} in the config, {index.sequence_length} in {config.index}"
+        raise DataError(f"sequence_length: {got}; fix: build an index for this length")
+    if config.mask_token is not None and not 0 <= config.mask_token < index.vocab_size:
+        raise DataError(f"mask_token: got {config.mask_token}, expected an id below {index.vocab_size}")
+    rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
+    if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
+        raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
+    root = local_path(config.index).parent if data_root is None else local_path(data_root)
+    for file in index.files:
+        if fault := file_fault(root / file.path, file, read=False):
+            raise DataError(fault)
+    return BatchSource(index, config, root, order_dir, rows)
+
+
+class EvaluationBatches:
+    """Every instance of a held-out index once, in order: `len` batches of one shape, as `finish_batch` makes them.
+
+    Also `domain`, int32 [B]: a row's file label as an index into `domains`. The last batch is filled up with rows of
+    instance -1 whose loss_mask is all False."""
+
+    def __init__(
+        self,
+        index_path: str | os.PathLike,
+        data_root: str | os.PathLike | None,
+        batch: int,
+        rows: Sequence[int] | None = None,
+        mask_token: int | None = None,
+        document_mask: bool = False,
+        limit: int | None = None,  # the first so many batches only
+    ):
+        length = load_index(index_path).sequence_length
+        config = DataConfig(str(index_path), "sequential", 0, length, batch, False, mask_token, document_mask)
+        self.source = _open(config, data_root, None, rows)
+        self.batches = -(-self.source.instances // batch)
+        if limit is not None:
+            self.batches = min(limit, self.batches)
+        self.domains = sorted({f.label for f in self.source.index.files})
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[dict]:
+        source = self.source
+        for number in range(self.batches):
+            instances = number * source.config.global_batch + source.rows
+            real = instances < source.instances
+            instances = np.where(real, instances, -1)
+            tokens = np.zeros((len(instances), source.index.sequence_length), np.uint32)
+            domain = np.zeros(len(instances), np.int32)
+            for row in np.flatnonzero(real):
+                tokens[row] = source.read(instances[row])
+                domain[row] = self.domains.index(source.locate(instances[row])[0].label)
+            batch = finish_batch(tokens, instances, source.index, source.config)
+            batch["loss_mask"] &= real[:, None]
+            yield batch | {"domain": domain}
+
+
+evaluation_batches = EvaluationBatches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grain
+
+
+def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetch: int = 2):
+    """Iterator over source.batch_at(p) for p = start, start + global_batch, ... < stop. Call its close() when done.
+
+    A record is a whole batch, so the stream does not depend on `workers`. With 0 one thread reads up to `prefetch`
+    batches ahead; otherwise each worker process does, and hands them over in shared memory (/dev/shm). A worker takes
+    seconds to start, and imports the main script and Grain (so jax, but no device)."""
+    import grain
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain's multiprocessing asks for flags that only absl.app.run would parse
+    positions = range(start, stop, source.config.global_batch)
+    if positions:
+        source.instances_at(start)  # builds the order once, here, rather than in every worker
+    batches = grain.MapDataset.range(positions.start, positions.stop, positions.step).map(source.batch_at)
+    if workers == 0:
+        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
+    batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
+    return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
+
+
+def end_with_parent(worker: int, workers: int) -> None:
+    """Makes a worker process end within a second of its parent, also after kill -9 (Grain's lived on for 25 s), and
+    not before it: a signal to the whole process group leaves the parent time to finish its step and save."""
+    parent = multiprocessing.parent_process().pid
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(10, os._exit, [1]).start())
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenise
+
+
+def expand(inputs: Iterable[str | os.PathLike], suffixes: Sequence[str]) -> list[Path]:
+    """The files named, and those below the folders named that have one of the suffixes, sorted within a folder."""
+    files = []
+    for given in map(local_path, inputs):
+        if given.is_dir():
+            found = sorted(p for p in given.rglob("*") if p.is_file() and p.name.endswith(tuple(suffixes)))
+            if not found:
+                raise DataError(f"{given}: got no file, expected some that end in {', '.join(suffixes)}")
+            files += found
+        elif not given.is_file():
+            raise DataError(f"{given}: got no such file or folder; fix: check the path")
+        elif not given.name.endswith(tuple(suffixes)):
+            raise DataError(f"{given}: got another kind of file, expected one that ends in {', '.join(suffixes)}")
+        else:
+            files.append(given)
+    return files
+
+
+def read_bytes(path: Path, progress: tqdm) -> Iterator[bytes]:
+    """Chunks of a plain, .gz or .zst file. Members written one after another are joined; a truncated file is an error
+    (zstandard's own reader ends silently)."""
+    new = {".gz": lambda: zlib.decompressobj(wbits=31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
+    compressed, decoder = path.suffix in new, None
+    with open(path, "rb") as f:
+        while chunk := f.read(READ_BYTES):
+            progress.update(len(chunk))
+            if not compressed:
+                yield chunk
+                continue
+            while chunk:
+                decoder = decoder or new[path.suffix]()
+                try:
+                    yield decoder.decompress(chunk)
+                except (zlib.error, zstandard.ZstdError) as e:
+                    raise DataError(f"{path}: cannot decompress ({e}); fix: copy the file again") from e
+                chunk = decoder.unused_data if decoder.eof else b""
+                decoder = None if decoder.eof else decoder
+    if decoder is not None:
+        raise DataError(f"{path}: got a truncated file; fix: copy it again")
+
+
+def read_lines(path: Path, progress: tqdm) -> Iterator[bytes]:
+    rest = b""
+    for chunk in read_bytes(path, progress):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def read_documents(files: Sequence[Path], text_field: str, progress: tqdm) -> Iterator[str]:
+    """A .txt file is one document, exactly as it is; a .jsonl file has one in `text_field` of every line that is not
+    blank."""
+    for path in files:
+        if path.suffix == ".txt":
+            try:
+                yield b"".join(read_bytes(path, progress)).decode()
+            except UnicodeDecodeError as e:
+                raise DataError(f"{path}: byte {e.start} is not UTF-8; fix: convert the file") from e
+            continue
+        for number, line in enumerate(read_lines(path, progress), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as e:  # malformed JSON or not UTF-8
+                raise DataError(f"{path}, line {number}: not JSON ({e}); fix: one JSON object a line") from e
+            if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+                raise DataError(f"{path}, line {number}: no text {text_field!r}; fix: --text-field")
+            yield row[text_field]
+
+
+class ShardWriter:
+    """Cuts a stream of tokens into part-00000.npy, ...; no shard has its name before finish() gives them theirs."""
+
+    def __init__(self, folder: Path, shard_tokens: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("part-*.npy.tmp"):
+            leftover.unlink()  # of a run that was killed
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.shards, self.file, self.room = [], None, 0
+
+    def append(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self.file is None:
+                self.shards.append(self.folder / f"part-{len(self.shards):05}.npy")
+                self.file, self.room = open(f"{self.shards[-1]}.tmp", "wb"), self.shard_tokens
+            tokens[: self.room].astype("<u4").tofile(self.file)
+            tokens, self.room = tokens[self.room :], self.room - min(self.room, len(tokens))
+            if self.room == 0:
+                self._close()
+
+    def _close(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.file = None
+
+    def finish(self) -> list[Path]:
+        if self.file is not None:
+            self._close()
+        for stale in self.folder.glob("part-*.npy"):
+            stale.unlink()
+        for shard in self.shards:
+            os.replace(f"{shard}.tmp", shard)
+        return self.shards
+
+
+def write_shards(
+    documents: Iterable[str], tokenizer: Tokenizer, folder: Path, eos: str = EOS, shard_tokens: int = SHARD_TOKENS
+) -> dict:
+    """Encodes documents, an EOS after each, into uint32 shards; returns counts. Parallel in the tokenizer's threads.
+
+    Special tokens that stand in the text are encoded as the letters they are made of, so an EOS ends a document and
+    nothing else does. Empty documents are skipped, lone surrogates (JSON allows them, UTF-8 does not) become U+FFFD."""
+    if (eos_id := tokenizer.token_to_id(eos)) is None:
+        raise DataError(f"--eos: got {eos!r}, which the tokenizer does not know; fix: name its end-of-text token")
+    if shard_tokens < 1:
+        raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()  # a tokenizer.json may bring either along
+    tokenizer.no_padding()
+    counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
+    writer = ShardWriter(folder, shard_tokens)
+
+    def encode(texts: list[str]) -> None:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.array([i for encoding in encodings for i in (*encoding.ids, eos_id)], np.uint32)
+        counts["tokens"] += len(tokens)
+        counts["eos"] += int(np.count_nonzero(tokens == eos_id))
+        writer.append(tokens)
+
+    waiting, characters = [], 0
+    for text in documents:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            size = len(text.encode())
+            counts["repaired_documents"] += 1
+        if not text:
+            counts["empty_documents"] += 1
+            continue
+        counts["documents"] += 1
+        counts["text_bytes"] += size
+        waiting.append(text)
+        characters += len(text)
+        if characters >= ENCODE_CHARACTERS:
+            encode(waiting)
+            waiting, characters = [], 0
+    encode(waiting)
+    if not counts["documents"]:
+        raise DataError(f"no text: got {counts['empty_documents']} empty documents; fix: check the inputs")
+    return counts | {"shards": len(writer.finish()), "bytes": 4 * counts["tokens"]}
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    if not local_path(path).is_file():
+        raise DataError(f"{path}: got no such file, expected a tokenizer.json; fix: check --tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # what tokenizers raises is a bare Exception
+        raise DataError(f"{path}: not a tokenizer.json ({e})") from e
+
+
+def tokenize(args: argparse.Namespace) -> dict:
+    files = expand(args.inputs, TEXT_SUFFIXES)
+    tokenizer = load_tokenizer(args.tokenizer)
+    folder = local_path(args.out) / args.label if args.label else local_path(args.out)
+    if any(folder.glob("part-*.npy")) and not args.overwrite:
+        raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
+    with tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="tokenize") as progress:
+        documents = read_documents(files, args.text_field, progress)
+        counts = write_shards(documents, tokenizer, folder, args.eos, args.shard_tokens)
+    return {"out": str(folder), "files": len(files)} | counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Index, verify, show
+
+
+def labelled_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
+    """`label=path` or `path`, a file or a folder -> (label, file). Default label: the name of the file's folder."""
+    files = []
+    for given in inputs:
+        label, equals, path = given.partition("=")
+        if not equals or "/" in label:
+            label, path = "", given
+        files += [(label or found.resolve().parent.name, found) for found in expand([path], [".npy"])]
+    return files
+
+
+def summarise(index: Index) -> dict:
+    tokens = sum(f.bytes for f in index.files) // index.itemsize
+    return {
+        "files": len(index.files),
+        "labels": sorted({f.label for f in index.files}),
+        "instances": index.instances,
+        "tokens": tokens,
+        "dropped_tail_tokens": tokens - index.instances * index.sequence_length,
+        "fingerprint": index.fingerprint,
+        "olmo_core_fingerprint": olmo_core_fingerprint(index),
+    }
+
+
+def make_index(args: argparse.Namespace) -> dict:
+    out = local_path(args.out)
+    name, vocab_size, eos_id, pad_id = args.tokenizer, args.vocab_size, args.eos_id, args.pad_id
+    if local_path(name).is_file():
+        tokenizer = load_tokenizer(name)
+        name = PurePosixPath(os.path.relpath(Path(name).resolve(), out.resolve().parent)).as_posix()
+        vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
+        eos_id = tokenizer.token_to_id(EOS) if eos_id is None else eos_id
+        pad_id = tokenizer.token_to_id(PAD) if pad_id is None else pad_id
+    if vocab_size is None or eos_id is None:
+        raise DataError(f"got --vocab-size {vocab_size}, --eos-id {eos_id}; fix: give both, or a tokenizer.json")
+    files = labelled_files(args.inputs)
+    if args.label:
+        files = [(args.label, path) for _, path in files]
+    vocabulary = {"tokenizer": name, "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
+    index = build_index(files, args.root or out.parent, args.sequence_length, **vocabulary, dtype=args.dtype)
+    write_index(index, out)
+    return {"index": str(out)} | summarise(index)
+
+
+def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
+    """Counts in one token file: tokens, EOS, padding, ids outside the vocabulary and where the first of them is."""
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    counts = {"file": file.path, "label": file.label, "tokens": 0, "eos": 0, "pad": 0, "bad": 0, "first_bad": None}
+    while len(tokens := np.fromfile(path, dtype, count=SCAN_TOKENS, offset=counts["tokens"] * dtype.itemsize)):
+        bad = np.flatnonzero(tokens >= index.vocab_size)
+        if len(bad) and counts["first_bad"] is None:
+            counts["first_bad"] = {"offset": counts["tokens"] + int(bad[0]), "id": int(tokens[bad[0]])}
+        counts["bad"] += len(bad)
+        counts["eos"] += int(np.count_nonzero(tokens == index.eos_id))
+        counts["pad"] += 0 if index.pad_id is None else int(np.count_nonzero(tokens == index.pad_id))
+        counts["tokens"] += len(tokens)
+    return counts
+
+
+def verify(args: argparse.Namespace) -> dict:
+    """Raises DataError with one line a bad file; warnings go to stderr."""
+    index = load_index(args.index)
+    root = local_path(args.data_root) if args.data_root else local_path(args.index).parent
+    faults, scans = [], []
+    for file in tqdm(index.files, desc="verify", unit="file"):
+        path = root / file.path
+        fault = file_fault(path, file) or format_fault(path, index.itemsize)
+        if not fault and args.ids:
+            scans.append(scan := scan_ids(path, file, index))
+            if scan["bad"]:
+                fault = f"{path}: {scan['bad']} ids are not below {index.vocab_size}, the first {scan['first_bad']}"
+        if fault:
+            faults.append(fault)
+    if faults:
+        raise DataError("\n".join(faults))
+    for scan in scans:
+        if scan["eos"] == 0 and (scan["tokens"] >= EOS_WITHIN or sum(s["eos"] for s in scans) == 0):
+            warn(f"{scan['file']}: EOS {index.eos_id} is in none of {scan['tokens']} tokens; another tokenizer?")
+        if scan["pad"] > PAD_FRACTION * scan["tokens"]:
+            warn(f"{scan['file']}: {scan['pad']} of {scan['tokens']} tokens are padding ({index.pad_id})")
+    return {"index": args.index} | summarise(index) | ({"ids": scans} if args.ids else {})
+
+
+def warn(message: str) -> None:
+    print(f"data.py: WARNING: {message}", file=sys.stderr)
+
+
+def show(args: argparse.Namespace) -> dict:
+    index = load_index(args.index)
+    order = (args.order, args.seed, index.sequence_length, args.global_batch)
+    source = open_data(DataConfig(args.index, *order, True, None, False), args.data_root, args.order_dir)
+    path = local_path(args.tokenizer) if args.tokenizer else local_path(args.index).parent / index.tokenizer
+    tokenizer = load_tokenizer(path) if args.tokenizer or path.is_file() else None
+    if args.step < 1:
+        raise DataError(f"--step: got {args.step}, expected 1 for the first batch")
+    position = (args.step - 1) * args.global_batch
+    rows = []
+    for row, instance in enumerate(source.instances_at(position)[: args.rows]):
+        file, offset = source.locate(instance)
+        tokens = source.read(instance)
+        rows.append(
+            {
+                "row": row,
+                "position": position + row,
+                "instance": int(instance),
+                "file": file.path,
+                "offset": offset,
+                "label": file.label,
+                "filtered": bool(repetition_filtered(tokens)),
+                "text": tokenizer.decode(tokens.tolist(), skip_special_tokens=False) if tokenizer else None,
+            }
+        )
+    return {"step": args.step, "epoch": position // source.usable + 1, "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quick start: the standard library as a corpus
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+HELD_OUT_ONE_IN = 25
+
+
+def split_docstrings(source: str) -> tuple[str, str]:
+    """Python source -> (the code without its docstrings, the docstrings): nothing stands in both."""
+    lines = source.split("\n")
+    docstrings, cut = [], set()
+    with warnings.catch_warnings(action="ignore"):  # of invalid escapes in old files
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (text := ast.get_docstring(node)) is None:
+            continue
+        where = node.body[0]
+        before = lines[where.lineno - 1].encode()[: where.col_offset]
+        after = lines[where.end_lineno - 1].encode()[where.end_col_offset :]
+        if text and not before.strip() and not after.strip():  # alone on its lines; otherwise it stays with the code
+            docstrings.append((where.lineno, text))
+            cut.update(range(where.lineno, where.end_lineno + 1))
+    code = "\n".join(line for number, line in enumerate(lines, start=1) if number not in cut)
+    return code, "\n\n".join(text for _, text in sorted(docstrings))
+
+
+def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
+    """split ("train" | "heldout") -> label ("code" | "docs") -> documents. About 4 % of the files are held out, by a
+    hash of their path; code and docstrings of a file go to the same side."""
+    corpus = {split: {"code": [], "docs": []} for split in ("train", "heldout")}
+    paths = (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts))
+    for path in tqdm(sorted(paths), desc="read", unit="file"):
+        try:
+            code, docs = split_docstrings(path.read_bytes().decode().replace("\r\n", "\n"))
+        except (UnicodeDecodeError, SyntaxError):
+            continue  # a few files of the library are there to be wrong
+        name_hash = int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest(), 16)
+        split = corpus["heldout" if name_hash % HELD_OUT_ONE_IN == 0 else "train"]
+        split["code"].append(code)
+        split["docs"].append(docs)
+    return corpus
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE; the same text gives the same tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + 2:
+        raise DataError(f"--vocab-size: got {vocab_size}, expected at least {len(alphabet) + 2} (bytes, {EOS}, {PAD})")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"special_tokens": [EOS, PAD], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **special))
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise DataError(f"--vocab-size: got {vocab_size}, the text gives {tokenizer.get_vocab_size()}; fix: less")
+    return tokenizer
+
+
+def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) -> dict:
+    """Tokenizer, token files and two indexes of a folder of Python source, built aside and renamed when complete."""
+    settings = {"vocab_size": vocab_size, "sequence_length": sequence_length}
+    if (out / "quickstart.json").is_file():
+        summary = json.loads((out / "quickstart.json").read_bytes())
+        for split in ("train", "heldout"):
+            index = EvaluationBatches(out / f"{split}.json", None, batch=1).source.index  # all files there, and whole
+            if index.fingerprint != summary[split]["fingerprint"]:
+                raise DataError(f"{out}/{split}.json: got another index; fix: delete {out} and run again")
+        if settings != summary["settings"]:
+            raise DataError(f"{out}: got {summary['settings']} there, {settings} asked for; fix: another --out")
+        print(f"data.py: {out} is complete already", file=sys.stderr)
+        return summary | {"out": str(out)}
+    if out.exists() and any(out.iterdir()):
+        raise DataError(f"{out}: got a folder that holds something else; fix: another --out, or delete it")
+
+    building = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        building.mkdir(parents=True)
+        corpus = read_library(library)
+        print("data.py: training the tokenizer", file=sys.stderr)
+        tokenizer = train_tokenizer((text for texts in corpus["train"].values() for text in texts), vocab_size)
+        tokenizer.save(str(building / "tokenizer.json"))
+        eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+        vocabulary = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
+        summary = {"out": str(out), "settings": settings, "python": platform.python_version()}
+        for split, domains in corpus.items():
+            for label, texts in domains.items():
+                counts = write_shards(tqdm(texts, desc=f"{split}/{label}"), tokenizer, building / split / label)
+                counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
+                summary.setdefault(split, {})[label] = counts
+            index = build_index(labelled_files([str(building / split)]), building, sequence_length, **vocabulary)
+            write_index(index, building / f"{split}.json")
+            summary[split] |= {"instances": index.instances, "fingerprint": index.fingerprint}
+        (building / "quickstart.json").write_text(json.dumps(summary, indent=1) + "\n")
+        os.replace(building, out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return summary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="data.py", description="Tokenise text, index token files, check and look at them. JSON on standard output."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    def verb(name: str, what: str, example: str) -> argparse.ArgumentParser:
+        texts = {"help": what, "description": what, "epilog": f"example:\n  {example}"}
+        return verbs.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    p = verb("quickstart", "Tokenizer, token files and indexes from Python's own library; no download.",
+             "python data.py quickstart")  # fmt: skip
+    p.add_argument("--out", default="data/quickstart", help="folder to make (default: %(default)s)")
+    p.add_argument("--vocab-size", type=int, default=4096, help="default: %(default)s")
+    p.add_argument("--sequence-length", type=int, default=512, help="default: %(default)s")
+    p.add_argument("--library", default=sysconfig.get_paths()["stdlib"], help="folder of .py files to read")
+
+    p = verb("tokenize", f"Text ({', '.join(TEXT_SUFFIXES)}, or folders of them) to headerless uint32 token shards.",
+             "python data.py tokenize corpus/ --tokenizer tokenizer.json --out data/mine --label web")  # fmt: skip
+    p.add_argument("inputs", nargs="+", metavar="INPUT")
+    p.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    p.add_argument("--out", required=True, help="folder for part-00000.npy, ...")
+    p.add_argument("--label", help="write to OUT/LABEL; `index` takes a file's folder as its label")
+    p.add_argument("--text-field", default="text", help="field of a JSON line (default: %(default)s)")
+    p.add_argument("--eos", default=EOS, help="token after each document (default: %(default)s)")
+    p.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard (default: %(default)s)")
+    p.add_argument("--workers", type=int, help="threads (default: all cores); the result does not depend on it")
+    p.add_argument("--overwrite", action="store_true", help="replace the shards in the output folder")
+
+    p = verb("index", "Make an index of token files.",
+             "python data.py index web=data/mine/web code=data/mine/code --out data/mine/index.json "
+             "--sequence-length 512 --tokenizer data/quickstart/tokenizer.json")  # fmt: skip
+    p.add_argument("inputs", nargs="+", metavar="[LABEL=]PATH", help="token file, or folder of .npy token files")
+    p.add_argument("--out", required=True, help="the index to write")
+    p.add_argument("--sequence-length", type=int, required=True)
+    p.add_argument("--tokenizer", required=True, help="a name, or a tokenizer.json, which also gives the next three")
+    p.add_argument("--vocab-size", type=int)
+    p.add_argument("--eos-id", type=int)
+    p.add_argument("--pad-id", type=int)
+    p.add_argument("--label", help="one label for all files (default: LABEL=, or the name of the file's folder)")
+    p.add_argument("--root", help="folder that the index's paths start in (default: the folder of the index)")
+    p.add_argument("--dtype", default="uint32", help="uint32 | uint16 (default: %(default)s)")
+
+    p = verb("verify", "Check that the files of an index are there and unchanged; exit 2 names every bad one.",
+             "python data.py verify data/quickstart/train.json --ids")  # fmt: skip
+    p.add_argument("index", metavar="INDEX")
+    p.add_argument("--data-root", help="folder that the index's paths start in (default: the folder of the index)")
+    p.add_argument("--ids", action="store_true",
+                   help="read everything: ids, EOS and padding by file; warns about 1M tokens (or data) without EOS "
+                   "and about more than 1%% padding")  # fmt: skip
+
+    p = verb("show", "The instances of batch K, which update K trains on: global positions (K-1)*B .. K*B-1.",
+             "python data.py show data/quickstart/train.json --step 1 --global-batch 8 --rows 2")  # fmt: skip
+    p.add_argument("index", metavar="INDEX")
+    p.add_argument("--step", type=int, required=True, help="K, from 1 (if the global batch never changed)")
+    p.add_argument("--global-batch", type=int, required=True, help="B, in instances")
+    p.add_argument("--seed", type=int, default=34521, help="default: %(default)s, as Ai2")
+    p.add_argument("--order", default="olmo_core", help="olmo_core | feistel (default: %(default)s)")
+    p.add_argument("--order-dir", help="where the order is cached (default: not at all)")
+    p.add_argument("--rows", type=int, help="the first so many rows only")
+    p.add_argument("--data-root", help="folder that the index's paths start in (default: the folder of the index)")
+    p.add_argument("--tokenizer", help="a tokenizer.json to decode with (default: the index's)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        if args.verb == "quickstart":
+            out, library = local_path(args.out), local_path(args.library)
+            result = quickstart(out, args.vocab_size, args.sequence_length, library)
+        elif args.verb == "tokenize":
+            if args.workers:
+                os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read once, when the tokenizer's threads start
+            result = tokenize(args)
+        else:
+            result = {"index": make_index, "verify": verify, "show": show}[args.verb](args)
+    except DataError as e:
+        for line in str(e).split("\n"):
+            print(f"data.py: error: {line}", file=sys.stderr)
+        return 2
+    except OSError as e:  # permissions, a full disk
+        print(f"data.py: error: {e}", file=sys.stderr)
+        return 1
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,625 @@
+"""The OLMo 3 transformer and its loss, written for one device's shard of a (data, fsdp, context, tensor) mesh.
+
+    h = x + RMSNorm(Attention(x))        y = h + RMSNorm(SwiGLU(h))        logits = RMSNorm(y_last) @ lm_head.T
+
+Reordered norm (after attention and feed-forward, before the residual add), QK-norm over all heads jointly before
+RoPE, three sliding-window layers and one full layer in turn, an untied head, no bias anywhere, YaRN on the full
+layers only. The loss is cross-entropy + z_loss * logsumexp^2, computed chunk by chunk.
+
+Everything below `PARAMETERS` runs inside `jax.shard_map`: arrays are local blocks and every collective is written
+out, one per line. How gradients stay right is told at `vary`. The file imports no sibling and can be copied.
+
+Not here: the optimizer (optim.py), the batch (data.py), the mesh and the training step (train.py).
+Source: OLMo-core 2.5, nn/transformer, nn/attention, nn/rope.py, nn/layer_norm.py, nn/functional.
+
+Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum strings:
+    B sequences    S query positions   T key positions   N = B*S tokens   C tokens of one loss chunk
+    D width        H query heads       G key/value heads   K head dimension   R = H/G   A = H*K   E = G*K
+    F feed-forward width   V vocabulary   L layers
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "context", "tensor")
+MASKED = -1e30  # finite, so that a masked score times a zero probability is zero and not NaN
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Context extension of the full-attention layers (https://arxiv.org/abs/2309.00071)."""
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture; every number stands in the config file, there are no defaults."""
+
+    vocab_size: int
+    padded_vocab_size: int  # rows of embed and lm_head; OLMo pads 100278 to 100352, a multiple of 128
+    mask_padded_vocab: bool  # True: padding rows are outside the softmax; False: inside, as OLMo-core trains
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    window: int  # keys that a sliding layer sees, the query's own included
+    pattern: str  # one letter a layer of the cycle: s sliding, f full
+    rope_theta: float
+    yarn: YarnConfig | None
+    norm_eps: float
+    init_std: float
+    compute_dtype: str
+    grad_reduce_dtype: str  # in which the reduce-scatter over fsdp adds; OLMo-core: float32
+
+    def __post_init__(self):
+        def check(ok: bool, what: str, got, expected: str):
+            if not ok:
+                raise ValueError(f"model.{what}: got {got}, expected {expected}")
+
+        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "window"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        check(self.padded_vocab_size >= self.vocab_size, "padded_vocab_size", self.padded_vocab_size,
+              f"at least vocab_size {self.vocab_size}")  # fmt: skip
+        check(set(self.pattern) <= {"s", "f"} and self.pattern != "", "pattern", repr(self.pattern), "letters s and f")
+        check(self.n_layers % len(self.pattern) == 0, "n_layers", self.n_layers,
+              f"a multiple of the pattern's length {len(self.pattern)}")  # fmt: skip
+        check(self.n_heads % self.n_kv_heads == 0, "n_heads", self.n_heads,
+              f"a multiple of n_kv_heads {self.n_kv_heads}")  # fmt: skip
+        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (RoPE rotates pairs)")
+        for name in ("compute_dtype", "grad_reduce_dtype"):
+            check(getattr(self, name) in ("float32", "bfloat16"), name, getattr(self, name), "float32 or bfloat16")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the maths is carried out on a machine; nothing here may change a result beyond floating-point order."""
+
+    attention: str  # dense | blockwise
+    attention_block: int  # queries of one block of the blockwise attention
+    remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all but gathered weights
+    scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
+    loss_chunk: int  # tokens whose logits exist at once
+
+    def __post_init__(self):
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention: got {self.attention!r}, expected one of {', '.join(ATTENTION)}")
+        for name in ("attention_block", "scan_unroll", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
+
+
+# ------------------------------------------------------------------------------------------------------- PARAMETERS
+
+
+class Tensor(NamedTuple):
+    """One line of the ledger: what there is to know about a parameter."""
+
+    shape: tuple[int, ...]  # global
+    spec: P  # how it is cut over the mesh
+    std: float | None  # of the truncated normal it starts from; None: ones
+    decay: bool  # weight decay
+
+
+def ledger(config: ModelConfig) -> dict[str, Tensor]:
+    """Name -> shape, sharding, initial std, weight decay. Everything about parameters derives from this table.
+
+    Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension which
+    fsdp cuts is the same everywhere and stays aligned to TPU tiles; convert.py transposes, nothing else does.
+    Source: OLMo-core nn/transformer/init.py (normal, std 0.02, cut at 3 std, no depth scaling, norms 1) and the
+    official scripts (decay on everything, norms and head included, except the embedding).
+    """
+    c, std = config, config.init_std
+    L, D, V, F = c.n_layers, c.d_model, c.padded_vocab_size, c.d_ff
+    A, E = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    return {
+        "embed": Tensor((V, D), P("tensor", "fsdp"), std, False),
+        "wq": Tensor((L, D, A), P(None, "fsdp", "tensor"), std, True),
+        "wk": Tensor((L, D, E), P(None, "fsdp", "tensor"), std, True),
+        "wv": Tensor((L, D, E), P(None, "fsdp", "tensor"), std, True),
+        "wo": Tensor((L, D, A), P(None, "fsdp", "tensor"), std, True),
+        "q_norm": Tensor((L, A), P(None, "tensor"), None, True),
+        "k_norm": Tensor((L, E), P(None, "tensor"), None, True),
+        "attn_norm": Tensor((L, D), P(), None, True),
+        "w_gate": Tensor((L, D, F), P(None, "fsdp", "tensor"), std, True),
+        "w_up": Tensor((L, D, F), P(None, "fsdp", "tensor"), std, True),
+        "w_down": Tensor((L, D, F), P(None, "fsdp", "tensor"), std, True),
+        "ffn_norm": Tensor((L, D), P(), None, True),
+        "final_norm": Tensor((D,), P(), None, True),
+        "lm_head": Tensor((V, D), P("tensor", "fsdp"), std, True),
+    }
+
+
+LAYER_TENSORS = ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "attn_norm", "w_gate", "w_up", "w_down", "ffn_norm")
+
+
+def parameter_count(config: ModelConfig, padded: bool = True) -> int:
+    """Number of parameters; 7B: 7,298,617,344 with the vocabulary's padding rows and 7,298,011,136 without."""
+    total = sum(math.prod(t.shape) for t in ledger(config).values())
+    return total if padded else total - 2 * (config.padded_vocab_size - config.vocab_size) * config.d_model
+
+
+def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
+    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed): jit it with out_shardings.
+
+    DIVERGENCE 4: OLMo-core draws from torch's generator, whose stream cannot be had here; same distribution.
+    """
+    params = {}
+    for i, (name, t) in enumerate(ledger(config).items()):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        if t.std is None:
+            params[name] = jnp.ones(t.shape, jnp.float32)
+        else:
+            params[name] = t.std * jax.random.truncated_normal(key, -3.0, 3.0, t.shape, jnp.float32)
+    return params
+
+
+def check_mesh(config: ModelConfig, sizes: dict[str, int], sequence_length: int) -> None:
+    """Raise ValueError with both numbers if the model cannot be cut over the mesh."""
+    for what, size, axis in (
+        ("d_model", config.d_model, "fsdp"),
+        ("n_heads", config.n_heads, "tensor"),
+        ("n_kv_heads", config.n_kv_heads, "tensor"),
+        ("d_ff", config.d_ff, "tensor"),
+        ("padded_vocab_size", config.padded_vocab_size, "tensor"),
+        ("sequence_length", sequence_length, "context"),
+    ):
+        if size % sizes[axis]:
+            raise ValueError(f"{what}: got {size}, expected a multiple of the mesh's {axis} size {sizes[axis]}")
+
+
+# ------------------------------------------------------------------------------------- collectives and their gradients
+
+
+def vary(x):
+    """Mark x as differing from device to device along every axis, which is how gradients are kept right here.
+
+    Each device differentiates its own disjoint share of the global loss with respect to its own copies of its
+    inputs. For that, every input, and the result of every psum that computation goes on from, is marked as varying;
+    then the transpose of psum + vary is psum + vary, with check_vma on and off. After the backward pass
+    `reduce_gradients` adds up the copies of each replicated tensor.
+    """
+
+    def mark(leaf):
+        missing = tuple(a for a in AXES if a not in jax.typeof(leaf).manual_axis_type.varying)
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, x)
+
+
+def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig) -> dict[str, jax.Array]:
+    """Sum each gradient over the axes along which its tensor is replicated (its spec lacks them)."""
+    return {name: lax.psum(grads[name], missing_axes(t.spec)) for name, t in ledger(config).items()}
+
+
+def missing_axes(spec: P) -> tuple[str, ...]:
+    return tuple(a for a in AXES if a not in spec)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_weight(w, axis: int, compute_dtype: str, reduce_dtype: str):
+    """Cast this device's fp32 shard, then gather it over fsdp: half the bytes move when computing in bf16."""
+    return lax.all_gather(w.astype(compute_dtype), "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
+
+
+def _gather_weight_fwd(w, axis, compute_dtype, reduce_dtype):
+    return gather_weight(w, axis, compute_dtype, reduce_dtype), None
+
+
+def _gather_weight_bwd(axis, compute_dtype, reduce_dtype, _, g):
+    g = g.astype(reduce_dtype)  # plain autodiff would add up in the compute dtype
+    g = lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True)  # [.., D, ..] -> [.., D/fsdp, ..], summed
+    return (g.astype(jnp.float32),)
+
+
+gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+
+
+# ------------------------------------------------------------------------------------------------------- pure maths
+
+
+def rms_norm(x, weight, eps: float, mean_square=None):
+    """RMSNorm over the last dimension in fp32; the weight is multiplied before the cast, as in OLMo-core.
+
+    DIVERGENCE 5: the weight stays fp32; OLMo-core's FSDP rounds it to bf16 first (at most 1 bf16 ulp of the result).
+    """
+    x32 = x.astype(jnp.float32)
+    if mean_square is None:
+        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    return (weight * (x32 * lax.rsqrt(mean_square + eps))).astype(x.dtype)
+
+
+def rms_norm_over_tensor(x, weight, eps: float):
+    """RMSNorm of a vector that is cut over the tensor axis: QK-norm spans all heads, not this device's alone."""
+    x32 = x.astype(jnp.float32)
+    square_sum = jnp.sum(x32 * x32, axis=-1, keepdims=True)
+    square_sum = vary(lax.psum(square_sum, "tensor"))  # [N, 1] stays [N, 1]
+    return rms_norm(x, weight, eps, square_sum / (x.shape[-1] * lax.axis_size("tensor")))
+
+
+def rope_frequencies(config: ModelConfig, yarn: bool) -> tuple[np.ndarray, float]:
+    """(inverse frequencies [K/2], factor on sin and cos). Source: OLMo-core nn/rope.py; YaRN section 3.2 and 3.4."""
+    half = config.head_dim // 2
+    inv = (1.0 / config.rope_theta ** (np.arange(half, dtype=np.float64) / half)).astype(np.float32)
+    if not yarn:
+        return inv, 1.0
+    y = config.yarn
+
+    def dimension_of(rotations: float) -> float:  # the dimension that turns so often over the original length
+        turns = y.original_length / (2 * math.pi * rotations)
+        return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension_of(y.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(y.beta_slow)), half - 1)
+    ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    inv = inv / np.float32(y.factor) * ramp + inv * (1 - ramp)
+    return inv.astype(np.float32), 0.1 * math.log(y.factor) + 1.0
+
+
+def rope_tables(config: ModelConfig, positions_S, yarn: bool):
+    """(cos, sin), each fp32 [S, 1, K/2], at global positions."""
+    inv, factor = rope_frequencies(config, yarn)
+    angles = positions_S.astype(jnp.float32)[:, None, None] * inv
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x_BSHK, cos, sin):
+    """Rotate (first half, second half) pairs in fp32; the convention of Hugging Face and OLMo-core."""
+    x32 = x_BSHK.astype(jnp.float32)
+    a, b = jnp.split(x32, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+# One signature: (q [B,S,H,K], k [B,T,G,K], v [B,T,G,K], where, block) -> [B,S,H,K].
+
+
+class Where(NamedTuple):
+    """Which keys a query may see: not later, not beyond the window, not in another document.
+
+    Positions are global and may depend on the shard, so they are arrays. `offset` tells what is known before
+    running: query i has the position of key i + offset; None if that differs from shard to shard.
+    """
+
+    q_pos: jax.Array  # [S]
+    k_pos: jax.Array  # [T]; negative: no such token
+    q_segment: jax.Array | None  # [B, S]; None: no document mask
+    k_segment: jax.Array | None  # [B, T]
+    window: int | None  # None: full attention
+    offset: int | None
+
+
+def visible(q_pos, k_pos, q_segment, k_segment, window: int | None):
+    """Boolean mask [S, T], or [B, S, T] with segments."""
+    distance = q_pos[:, None] - k_pos[None, :]
+    mask = (distance >= 0) & (k_pos >= 0)[None, :]
+    if window is not None:
+        mask &= distance < window  # `window` keys with the query's own: OLMo-core's flash window (window - 1, 0)
+    if q_segment is not None:
+        mask = mask & (q_segment[..., :, None] == k_segment[..., None, :])
+    return mask
+
+
+def dense_attention(q, k, v, where: Where, block: int):
+    """The equation, with the whole [S, T] of scores in memory: for reading and for testing the others."""
+    B, S, H, K = q.shape
+    G = k.shape[2]
+    q = q.reshape(B, S, G, H // G, K)
+    mask = visible(where.q_pos, where.k_pos, where.q_segment, where.k_segment, where.window)
+    mask = mask[:, None, None] if mask.ndim == 3 else mask[None, None, None]
+    scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32) * K**-0.5
+    probs = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(v.dtype)
+    return jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K)
+
+
+def blockwise_attention(q, k, v, where: Where, block: int):
+    """Query block by query block, over just the keys that causality and the window leave; never [S, T].
+
+    Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
+    pass. On a CPU this is several times as fast as the dense form.
+    """
+    B, S, H, K = q.shape
+    T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
+
+    @jax.checkpoint
+    def one_sequence(args):
+        q_GRSK, k_GTK, v_GTK, *segments = args
+        out = []
+        for start in range(0, S, block):
+            stop = min(start + block, S)
+            low, high = key_range(start, stop, T, where)
+            of_segments = (segments[0][start:stop], segments[1][low:high]) if segments else (None, None)
+            mask = visible(where.q_pos[start:stop], where.k_pos[low:high], *of_segments, where.window)
+            q_rows = q_GRSK[:, :, start:stop].reshape(G, -1, K)  # R and the block's queries are rows of one matrix
+            scores = jnp.einsum("gqk,gtk->gqt", q_rows, k_GTK[:, low:high], preferred_element_type=jnp.float32)
+            scores = jnp.where(mask, scores.reshape(G, R, stop - start, high - low) * K**-0.5, MASKED)
+            probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, -1, high - low)
+            out.append(jnp.einsum("gqt,gtk->gqk", probs, v_GTK[:, low:high]).reshape(G, R, stop - start, K))
+        return jnp.concatenate(out, axis=2)
+
+    heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
+    if where.q_segment is not None:
+        heads_first += [where.q_segment, where.k_segment]
+    out_BGRSK = lax.map(one_sequence, tuple(heads_first))
+    return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
+
+
+def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, int]:
+    """Keys [low, high) that queries [start, stop) can see, as far as that is known before running."""
+    if where.offset is None:
+        return 0, n_keys
+    low = 0 if where.window is None else max(0, start + where.offset - (where.window - 1))
+    return low, min(n_keys, stop + where.offset)
+
+
+ATTENTION: dict[str, Callable] = {"dense": dense_attention, "blockwise": blockwise_attention}
+
+
+def attend(q, k, v, positions_S, segments_BS, window: int | None, execution: Execution):
+    """Causal attention over the whole sequence, of which this device holds S contiguous positions.
+
+    A sliding layer fetches the window - 1 keys before its shard from its neighbours; a full layer gathers all keys.
+    """
+    shards = lax.axis_size("context")
+    S = q.shape[1]
+    fetch = []
+    if shards == 1:
+        k_pos, offset = positions_S, 0
+    elif window is None:
+        fetch = [partial(lax.all_gather, axis_name="context", axis=1, tiled=True)]  # [B, S, ..] -> [B, S*shards, ..]
+        k_pos, offset = vary(jnp.arange(S * shards)), None
+    else:
+        halo = min(window - 1, S * (shards - 1))
+        fetch = [partial(with_halo, halo=halo)]
+        k_pos, offset = positions_S[0] - halo + jnp.arange(halo + S), halo
+    for step in fetch:
+        k, v = step(k), step(v)
+    k_segment = segments_BS
+    for step in fetch if segments_BS is not None else []:
+        k_segment = step(k_segment)
+    where = Where(positions_S, k_pos, segments_BS, k_segment, window, offset)
+    return ATTENTION[execution.attention](q, k, v, where, execution.attention_block)
+
+
+def with_halo(x, halo: int):
+    """[B, S, ..] -> [B, halo + S, ..]: the `halo` positions before this shard come from the neighbours on the left.
+
+    Devices at the left edge receive zeros there; `visible` masks them, since their positions are negative.
+    """
+    shards, S = lax.axis_size("context"), x.shape[1]
+    to_the_right = [(i, i + 1) for i in range(shards - 1)]
+    pieces, passed = [x], x
+    for _ in range(-(-halo // S)):
+        passed = lax.ppermute(passed, "context", to_the_right)  # [B, S, ..] moves one shard to the right
+        pieces.insert(0, passed)
+    whole = jnp.concatenate(pieces, axis=1)
+    return whole[:, whole.shape[1] - halo - S :]
+
+
+# ------------------------------------------------------------------------------------------------------ transformer
+
+
+def embed_tokens(params, tokens_BS, config: ModelConfig):
+    """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is cut over tensor."""
+    table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
+    rows = table_VD.shape[0]
+    local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
+    mine = (local >= 0) & (local < rows)
+    x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
+    return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
+
+
+def attention_block(x_ND, w, rope, positions_S, segments_BS, window, config: ModelConfig, execution: Execution):
+    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor."""
+    with jax.named_scope("attention"):
+        S = positions_S.shape[0]
+        q_NA = checkpoint_name(x_ND @ w["wq"], "q")
+        k_NE = checkpoint_name(x_ND @ w["wk"], "k")
+        v_NE = checkpoint_name(x_ND @ w["wv"], "v")
+        q_NA = rms_norm_over_tensor(q_NA, w["q_norm"], config.norm_eps)
+        k_NE = rms_norm_over_tensor(k_NE, w["k_norm"], config.norm_eps)
+        q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        context_BSHK = attend(q, k, v, positions_S, segments_BS, window, execution)
+        context_NA = checkpoint_name(context_BSHK.reshape(q_NA.shape), "context")
+        out_ND = jnp.einsum("na,da->nd", context_NA, w["wo"])
+        return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "attn_out")  # heads summed; [N, D] stays [N, D]
+
+
+def feed_forward_block(x_ND, w):
+    """SwiGLU(x), before its norm; the width F is cut over tensor."""
+    with jax.named_scope("feed_forward"):
+        gate_NF = checkpoint_name(x_ND @ w["w_gate"], "gate")
+        up_NF = checkpoint_name(x_ND @ w["w_up"], "up")
+        out_ND = jnp.einsum("nf,df->nd", jax.nn.silu(gate_NF) * up_NF, w["w_down"])
+        return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "ffn_out")  # F summed; [N, D] stays [N, D]
+
+
+def layer(x_ND, w, rope, positions_S, segments_BS, window, config: ModelConfig, execution: Execution):
+    """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
+    w = {
+        name: checkpoint_name(gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype), "gathered")
+        if name.startswith("w")
+        else x
+        for name, x in w.items()
+    }
+    x_ND = checkpoint_name(x_ND, "x")
+    attn_ND = attention_block(x_ND, w, rope, positions_S, segments_BS, window, config, execution)
+    x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
+    ffn_ND = feed_forward_block(x_ND, w)
+    return x_ND + rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps)
+
+
+def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execution):
+    """Final hidden states after the last norm, [B*S, D].
+
+    local: tokens [B/(data*fsdp), S/context] int32, segments the same or None, params as the ledger cuts them.
+    """
+    B, S = tokens_BS.shape
+    positions_S = vary(lax.axis_index("context") * S + jnp.arange(S))
+    rope = {"s": rope_tables(config, positions_S, yarn=False)}
+    rope["f"] = rope_tables(config, positions_S, yarn=config.yarn is not None)
+    sequence_length = S * lax.axis_size("context")
+
+    def cycle(x_ND, w):
+        for i, kind in enumerate(config.pattern):
+            # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
+            window = config.window if kind == "s" and config.window < sequence_length else None
+            w_i = {name: x[i] for name, x in w.items()}
+            x_ND = layer(x_ND, w_i, rope[kind], positions_S, segments_BS, window, config, execution)
+        return x_ND, None
+
+    if execution.remat is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*execution.remat)
+        cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
+    elif lax.axis_size("fsdp") > 1:  # save all but the gathered weights: only one or two layers are ever whole
+        policy = jax.checkpoint_policies.save_anything_except_these_names("gathered")
+        cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
+
+    x_ND = embed_tokens(params, tokens_BS, config)
+    n = len(config.pattern)
+    stacked = {name: params[name].reshape(-1, n, *params[name].shape[1:]) for name in LAYER_TENSORS}
+    x_ND, _ = lax.scan(cycle, x_ND, stacked, unroll=execution.scan_unroll)
+    return rms_norm(x_ND, params["final_norm"], config.norm_eps)
+
+
+def logits(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execution):
+    """fp32 logits [B, S, V/tensor], whole: for inspection and small models. Training and evaluation never do this.
+
+    DIVERGENCE 6: OLMo-core rounds its logits to bf16 before the loss; here they stay fp32.
+    """
+    x_ND = hidden_states(params, tokens_BS, segments_BS, config, execution)
+    head_VD = gather_weight(params["lm_head"], 1, config.compute_dtype, config.grad_reduce_dtype)
+    logits_NV = jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
+    return mask_padded_vocab(logits_NV, config).reshape(*tokens_BS.shape, -1)
+
+
+def mask_padded_vocab(logits_NV, config: ModelConfig):
+    if not config.mask_padded_vocab or config.padded_vocab_size == config.vocab_size:
+        return logits_NV
+    rows = logits_NV.shape[-1]
+    return jnp.where(lax.axis_index("tensor") * rows + jnp.arange(rows) < config.vocab_size, logits_NV, MASKED)
+
+
+# ------------------------------------------------------------------------------------------------------------- loss
+
+
+class TokenLoss(NamedTuple):
+    """Of every token, masked or not: cross-entropy and squared logsumexp, both fp32 [N]."""
+
+    ce_N: jax.Array
+    lse_squared_N: jax.Array
+
+
+def chunk_loss(x_CD, head_VD, labels_C, config: ModelConfig):
+    """Logits of one chunk against this device's rows of the vocabulary -> (CE [C], lse [C], logits [C, V/tensor])."""
+    logits_CV = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
+    logits_CV = mask_padded_vocab(logits_CV, config)
+    peak_C = vary(lax.pmax(lax.stop_gradient(jnp.max(logits_CV, axis=-1)), "tensor"))  # [C] stays [C]
+    sum_C = jnp.sum(jnp.exp(logits_CV - peak_C[:, None]), axis=-1)
+    sum_C = vary(lax.psum(sum_C, "tensor"))  # [C] stays [C]
+    lse_C = peak_C + jnp.log(sum_C)
+    local_C, mine_C = local_labels(labels_C, logits_CV.shape[-1])
+    target_C = jnp.where(mine_C, jnp.take_along_axis(logits_CV, local_C[:, None], axis=-1)[:, 0], 0.0)
+    target_C = vary(lax.psum(target_C, "tensor"))  # each label lies on one device; [C] stays [C]
+    return lse_C - target_C, lse_C, logits_CV
+
+
+def local_labels(labels_C, rows: int):
+    """(label as a row of this device's part of the vocabulary, whether it lies there)."""
+    local_C = labels_C - lax.axis_index("tensor") * rows
+    return jnp.clip(local_C, 0, rows - 1), (local_C >= 0) & (local_C < rows)
+
+
+def split_chunks(chunk: int, *arrays):
+    """[N, ..] -> [N/chunk, chunk, ..], the last chunk filled with zeros."""
+    n = -(-arrays[0].shape[0] // chunk)
+    pad = n * chunk - arrays[0].shape[0]
+    return [jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1)).reshape(n, chunk, *a.shape[1:]) for a in arrays]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelConfig, chunk: int):
+    """(sum over mask of CE + z_loss * lse^2, TokenLoss), the sum over this device's tokens, the same along tensor.
+
+    Chunk by chunk, so that the fp32 logits [N, V] never exist whole. When differentiated, dx and dW are made in the
+    forward pass while a chunk's logits are at hand: no logits are computed twice. Only the sum has a gradient.
+    Source: OLMo-core nn/functional/cross_entropy_loss.py.
+    """
+    head_VD = gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+
+    def body(total, inputs):
+        x_CD, labels_C, mask_C = inputs
+        ce_C, lse_C, _ = chunk_loss(x_CD, head_VD, labels_C, config)
+        return total + jnp.sum(mask_C * (ce_C + z_loss * lse_C**2)), TokenLoss(ce_C, lse_C**2)
+
+    total, per_token = lax.scan(body, vary(jnp.float32(0)), split_chunks(chunk, x_ND, labels_N, mask_N))
+    return total, TokenLoss(*(a.reshape(-1)[: x_ND.shape[0]] for a in per_token))
+
+
+def _cross_entropy_fwd(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk):
+    head_VD = gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+
+    def body(carry, inputs):
+        total, dhead_VD = carry
+        x_CD, labels_C, mask_C = inputs
+        ce_C, lse_C, logits_CV = chunk_loss(x_CD, head_VD, labels_C, config)
+        local_C, mine_C = local_labels(labels_C, logits_CV.shape[-1])
+        one_hot_CV = mine_C[:, None] & (local_C[:, None] == jnp.arange(logits_CV.shape[-1]))
+        probs_CV = jnp.exp(logits_CV - lse_C[:, None])
+        dlogits_CV = (mask_C * (1 + 2 * z_loss * lse_C))[:, None] * probs_CV - jnp.where(one_hot_CV, mask_C[:, None], 0)
+        dlogits_CV = dlogits_CV.astype(config.compute_dtype)
+        dx_CD = dlogits_CV @ head_VD
+        dhead_VD = dhead_VD + jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
+        total = total + jnp.sum(mask_C * (ce_C + z_loss * lse_C**2))
+        return (total, dhead_VD), (TokenLoss(ce_C, lse_C**2), dx_CD)
+
+    zero = (jnp.float32(0), jnp.zeros(head_VD.shape, jnp.float32))
+    (total, dhead_VD), (per_token, dx) = lax.scan(body, vary(zero), split_chunks(chunk, x_ND, labels_N, mask_N))
+    N, D = x_ND.shape
+    per_token = TokenLoss(*(a.reshape(-1)[:N] for a in per_token))
+    return (total, per_token), (dx.reshape(-1, D)[:N], dhead_VD)
+
+
+def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
+    dx_ND, dhead_VD = residuals
+    # Every device along tensor holds the same sum and passes on its share of the gradient.
+    g = lax.psum(cotangents[0], "tensor")
+    dhead_VD = (g * dhead_VD).astype(config.grad_reduce_dtype)
+    dhead_VD = lax.psum_scatter(dhead_VD, "fsdp", scatter_dimension=1, tiled=True)  # [V, D] -> [V, D/fsdp], summed
+    return vary(((g * dx_ND).astype(dx_ND.dtype), dhead_VD.astype(jnp.float32), None, None))
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Execution):
+    """(sum over unmasked labels of CE + z_loss * lse^2, TokenLoss [B, S]); see `cross_entropy`.
+
+    local: batch tokens, labels int32, loss_mask bool, segment_ids int32 or None, all [B/(data*fsdp), S/context].
+    The sum is over this device's tokens and equal on all devices along tensor; nothing is divided here.
+    """
+    x_ND = hidden_states(params, batch["tokens"], batch["segment_ids"], config, execution)
+    with jax.named_scope("loss"):
+        labels_N, mask_N = batch["labels"].reshape(-1), batch["loss_mask"].reshape(-1).astype(jnp.float32)
+        chunk = min(execution.loss_chunk, x_ND.shape[0])
+        total, per_token = cross_entropy(x_ND, params["lm_head"], labels_N, mask_N, z_loss, config, chunk)
+    return total, TokenLoss(*(a.reshape(batch["tokens"].shape) for a in per_token))

@@ -1,0 +1,914 @@
+"""data.py: index, order, batches, loader, tokeniser, command line. Tiny sizes that all differ: S 16, B 4, V 97."""
+
+import dataclasses
+import gzip
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import data
+from data import DataConfig, DataError
+
+REPO = Path(data.__file__).parent
+S, V, EOS_ID, PAD_ID = 16, 97, 90, 91
+
+
+def token_file(path: Path, tokens, dtype="<u4") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(tokens).astype(dtype).tofile(path)
+    return path
+
+
+def make_index(folder: Path, arrays: dict, sequence_length=S, vocab_size=V, name="index.json", **more) -> str:
+    """arrays: relative path -> tokens; the label is the name of the file's folder."""
+    files = [(Path(path).parent.name, token_file(folder / path, tokens)) for path, tokens in arrays.items()]
+    known = {"tokenizer": "none", "vocab_size": vocab_size, "eos_id": EOS_ID, "pad_id": PAD_ID}
+    index = data.build_index(files, folder, sequence_length, **(known | more))
+    data.write_index(index, folder / name)
+    return str(folder / name)
+
+
+def config(index, order="olmo_core", seed=7, sequence_length=S, global_batch=4, **more) -> DataConfig:
+    rest = {"repetition_filter": False, "mask_token": None, "document_mask": False} | more
+    return DataConfig(index, order, seed, sequence_length, global_batch, **rest)
+
+
+def random_tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 60, n)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """23 instances in three files, one of which is too short for any."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sizes = {"web/a.npy": 10 * S + 5, "web/short.npy": S - 1, "code/b.npy": 13 * S}
+    return make_index(folder, {path: random_tokens(n, seed) for seed, (path, n) in enumerate(sizes.items())})
+
+
+def assert_same(got, expected):
+    got, expected = list(got), list(expected)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key].dtype == b[key].dtype
+            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+
+
+def run(*arguments, **more):
+    command = [sys.executable, str(REPO / "data.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+@pytest.fixture(scope="module")
+def worked_example(tmp_path_factory) -> str:
+    """OLMo-core's own run: S = 4, four files of 19, 8, 3 and 26 tokens, token = 1000 * (file + 1) + position."""
+    arrays = {f"web/file{f}.npy": 1000 * (f + 1) + np.arange(n) for f, n in enumerate((19, 8, 3, 26))}
+    folder = tmp_path_factory.mktemp("example")
+    return make_index(folder, arrays, sequence_length=4, vocab_size=100278, eos_id=100257, pad_id=100277)
+
+
+def test_worked_example_of_olmo_core(worked_example, tmp_path):
+    """Instances, tails, order, epochs or batches that differ from OLMo-core's."""
+    index = data.load_index(worked_example)
+    assert index.offsets.tolist() == [0, 4, 6, 6, 12]
+    source = data.open_data(config(worked_example, seed=34521, sequence_length=4), order_dir=tmp_path)
+    batches = [[10, 1, 11, 0], [2, 5, 6, 4], [8, 9, 7, 3], [8, 11, 9, 3], [7, 4, 5, 0], [6, 2, 1, 10]]
+    assert [source.instances_at(p).tolist() for p in range(0, 24, 4)] == batches
+    first = source.batch_at(0)["tokens"]
+    np.testing.assert_array_equal(first, np.add.outer([4016, 1004, 4020, 1000], np.arange(4)))
+    ranks = [[[10, 11], [2, 6], [8, 7]], [[1, 0], [5, 4], [9, 3]]]
+    for rank in (0, 1):
+        host = data.open_data(source.config, order_dir=tmp_path, rows=range(rank, 4, 2))
+        assert [host.instances_at(p).tolist() for p in (0, 4, 8)] == ranks[rank]
+
+
+def test_olmo_core_fingerprint_and_long_permutation(worked_example):
+    """A fingerprint that does not identify Ai2's data; a permutation that is right for small N only."""
+    index = data.load_index(worked_example)
+    assert data.olmo_core_fingerprint(index) == "86b61bb46f4bc32847ba7cbb07db2417ea524ef1a5d876b13eb7edadc5956b2d"
+    order = data.epoch_order("olmo_core", 100003, 34521, 1, None)
+    assert order[:8].tolist() == [3905, 88354, 5676, 81294, 98687, 82728, 4193, 95789]
+
+
+@pytest.mark.parametrize("kind", ["olmo_core", "feistel"])
+def test_order_is_a_function_of_seed_and_epoch(kind, tmp_path):
+    """An order that depends on the epochs seen before (torchtitan #2864), repeats an epoch, or is no permutation."""
+    n, every = 1009, np.arange(1009)
+    history = [np.asarray(data.epoch_order(kind, n, 5, epoch, tmp_path)[every]) for epoch in (1, 2, 3)]
+    (tmp_path / "fresh").mkdir()
+    fresh = np.asarray(data.epoch_order(kind, n, 5, 3, tmp_path / "fresh")[every])
+    np.testing.assert_array_equal(history[2], fresh)
+    for order in history:
+        np.testing.assert_array_equal(np.sort(order), every)
+    assert all((a != b).mean() > 0.9 for a, b in zip(history, history[1:], strict=False))
+    assert (np.asarray(data.epoch_order(kind, n, 6, 1, tmp_path)[every]) != history[0]).mean() > 0.9
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 300), seed=st.integers(0, 2**31), epoch=st.integers(1, 50))
+def test_feistel_is_a_bijection(n, seed, epoch):
+    """An index shuffle that maps two positions to one instance for some N."""
+    assert sorted(data.epoch_order("feistel", n, seed, epoch, None)[np.arange(n)].tolist()) == list(range(n))
+
+
+def test_feistel_refuses_positions_outside():
+    """Grain answers a position >= N from the next permutation instead of failing."""
+    order = data.epoch_order("feistel", 10, 1, 1, None)
+    for position in (-1, 10):
+        with pytest.raises(IndexError):
+            order[position]
+
+
+def test_cached_order(tmp_path):
+    """A truncated or foreign cache is used; the file is not OLMo-core's raw uint32; a build leaves litter."""
+    order = data.epoch_order("olmo_core", 1000, 3, 2, tmp_path)
+    assert isinstance(order, np.memmap)
+    (path,) = tmp_path.glob("*.npy")
+    assert path.name == "global_indices_dataset_size1000_epoch2_seed3_v1.npy" and not list(tmp_path.glob(".*"))
+    np.testing.assert_array_equal(np.fromfile(path, "<u4"), np.random.default_rng(5).permutation(1000))
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"size1000.*got 3996 bytes, expected 4000"):
+        data.epoch_order("olmo_core", 1000, 3, 2, tmp_path)
+
+
+def _build_order(folder):
+    permutation = data.olmo_core_permutation
+
+    def slow_and_counted(*arguments):
+        (folder / f"built_by_{os.getpid()}").touch()
+        time.sleep(1)
+        return permutation(*arguments)
+
+    data.olmo_core_permutation = slow_and_counted  # in the child process only
+    data.epoch_order("olmo_core", 200_000, 1, 1, folder)
+
+
+def test_processes_build_the_order_once(tmp_path):
+    """Two processes that start together build the order twice, or one reads a half-written file."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_build_order, args=(tmp_path,)) for _ in range(2)]
+    [p.start() for p in processes]
+    [p.join() for p in processes]
+    assert [p.exitcode for p in processes] == [0, 0]
+    assert len(list(tmp_path.glob("built_by_*"))) == 1
+    assert len(data.epoch_order("olmo_core", 200_000, 1, 1, tmp_path)) == 200_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+@pytest.mark.parametrize("order", ["olmo_core", "feistel"])
+def test_epochs_cover_the_usable_instances_once(corpus, order, tmp_path):
+    """An epoch that is skipped after a resume at its boundary (verl #7401), repeated, or read with gaps."""
+    source = data.open_data(config(corpus, order), order_dir=tmp_path)
+    assert (source.instances, source.usable, source.batches_per_epoch) == (23, 20, 5)
+    epochs = []
+    for epoch in (1, 2, 3):
+        fresh = data.open_data(config(corpus, order), order_dir=tmp_path)  # as after a restart
+        ids = np.concatenate([fresh.instances_at(p) for p in range((epoch - 1) * 20, epoch * 20, 4)])
+        assert len(set(ids.tolist())) == 20
+        expected = np.asarray(data.epoch_order(order, 23, 7, epoch, tmp_path)[np.arange(20)])
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(source.instances_at(20 * epoch - 4), ids[-4:])
+        epochs.append(ids.tolist())
+    np.testing.assert_array_equal(source.instances_at(16), epochs[0][-4:])  # back again, with epoch 3 read last
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_read_disjoint_rows_of_the_same_batch(corpus, hosts):
+    """Data that depends on the number of hosts (MaxText's double sharding), or starves some (VeOmni #1075)."""
+    whole = data.open_data(config(corpus))
+    parts = [data.open_data(config(corpus), rows=range(h * 4 // hosts, (h + 1) * 4 // hosts)) for h in range(hosts)]
+    for position in (0, 4, 16, 20, 44):
+        expected = whole.batch_at(position)
+        got = [part.batch_at(position) for part in parts]
+        assert_same([{k: np.concatenate([g[k] for g in got]) for k in expected}], [expected])
+        assert len(set(expected["instance"].tolist())) == 4
+
+
+def test_position_is_in_instances(corpus):
+    """After 4 steps of 4 a global batch of 8 must go on at instance 16, not at batch 4 (open_lm #67)."""
+    small, large = data.open_data(config(corpus)), data.open_data(config(corpus, global_batch=8))
+    order = data.epoch_order("olmo_core", 23, 7, 1, None)
+    np.testing.assert_array_equal(small.instances_at(12), order[12:16])
+    np.testing.assert_array_equal(large.instances_at(16 - 8), order[8:16])
+    straddling = large.instances_at(12)  # usable is 16: four of epoch 1, four of epoch 2
+    second = data.epoch_order("olmo_core", 23, 7, 2, None)
+    np.testing.assert_array_equal(straddling, np.concatenate([order[12:16], second[:4]]))
+
+
+def test_contents_of_a_batch(tmp_path):
+    """Labels shifted the wrong way or across rows, a target at the last position, EOS in the wrong document."""
+    tokens = [5, 6, EOS_ID, 7, EOS_ID, EOS_ID, 8, 9] + [1, EOS_ID, 2, 5, 5, 5, 5, EOS_ID]
+    index = make_index(tmp_path, {"web/a.npy": tokens}, sequence_length=8)
+    base = config(index, sequence_length=8, global_batch=2)
+    batch = data.open_data(base, shuffle=False).batch_at(0)
+    np.testing.assert_array_equal(batch["tokens"], np.reshape(tokens, (2, 8)))
+    np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
+    assert batch["labels"][:, -1].tolist() == [0, 0]
+    assert batch["loss_mask"].tolist() == [[True] * 7 + [False]] * 2
+    assert not batch["segment_ids"].any() and not batch["filtered"].any()
+    dtypes = {k: str(v.dtype) for k, v in batch.items()}
+    ints = dict.fromkeys(("tokens", "labels", "segment_ids"), "int32")
+    assert dtypes == ints | {"loss_mask": "bool", "filtered": "bool", "instance": "int64"}
+
+    masked = data.open_data(dataclasses.replace(base, document_mask=True, mask_token=EOS_ID), shuffle=False).batch_at(0)
+    assert masked["segment_ids"].tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 0, 1, 1, 1, 1, 1, 1]]
+    assert masked["segment_ids"].dtype == np.int32
+    expected = [[1, 0, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]]  # no loss where the LABEL is EOS
+    np.testing.assert_array_equal(masked["loss_mask"], np.array(expected, bool))
+
+
+def test_filter_masks_and_does_not_drop(tmp_path):
+    """A filter that removes an instance moves all later batches (OLMo PR #568)."""
+    tokens = random_tokens(12 * 40).reshape(12, 40)
+    tokens[[3, 7]] = 4
+    index = make_index(tmp_path, {"web/a.npy": tokens.ravel()}, sequence_length=40)
+    plain = data.open_data(config(index, sequence_length=40))
+    filtering = data.open_data(config(index, sequence_length=40, repetition_filter=True))
+    dirty = 0
+    for position in range(0, 12, 4):
+        a, b = plain.batch_at(position), filtering.batch_at(position)
+        for key in ("tokens", "labels", "instance"):
+            np.testing.assert_array_equal(a[key], b[key])
+        np.testing.assert_array_equal(b["filtered"], np.isin(b["instance"], [3, 7]))
+        np.testing.assert_array_equal(b["loss_mask"], a["loss_mask"] & ~b["filtered"][:, None])
+        dirty += b["filtered"].sum()
+    assert dirty == 2
+
+
+def test_source_can_be_pickled_small(corpus, tmp_path):
+    """A pickled source that carries the permutation (2.9 GB for stage 1) to every worker."""
+    source = data.open_data(config(corpus), order_dir=tmp_path)
+    expected = source.batch_at(8)
+    content = pickle.dumps(source)
+    assert b"memmap" not in content
+    assert_same([pickle.loads(content).batch_at(8)], [expected])
+
+
+def test_held_out_covers_everything_once(corpus):
+    """Held-out evaluation that drops the tail, counts padding rows, or mixes up domains between hosts."""
+    batches = data.evaluation_batches(corpus, None, 4)
+    assert len(batches) == 6 and batches.domains == ["code", "web"]
+    got = list(batches)
+    ids = np.concatenate([b["instance"] for b in got])
+    assert ids.tolist() == [*range(23), -1]
+    assert all(b["tokens"].shape == (4, S) for b in got)
+    assert not got[-1]["loss_mask"][-1].any() and got[-1]["loss_mask"][0].sum() == S - 1
+    assert np.concatenate([b["domain"] for b in got])[:23].tolist() == [1] * 10 + [0] * 13
+    halves = [list(data.evaluation_batches(corpus, None, 4, rows=r)) for r in ([0, 1], [2, 3])]
+    joined = [{k: np.concatenate([a[k], b[k]]) for k in a} for a, b in zip(*halves, strict=True)]
+    assert_same(joined, got)
+    assert_same(data.evaluation_batches(corpus, None, 4, limit=2), got[:2])
+    assert len(data.evaluation_batches(corpus, None, 50)) == 1  # fewer instances than a batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Repetition filter
+
+
+def literal_filter(tokens, max_period=13, min_times=32) -> bool:
+    """OLMo-core's algorithm as it is described: rows of p, at least one padding, partial matches around."""
+    tokens = np.asarray(tokens, np.int64)
+    for p in range(1, min(max_period, len(tokens) // 3) + 1):
+        rows = np.concatenate([tokens, np.full(p - len(tokens) % p, -1)]).reshape(-1, p)
+        equal = rows == np.roll(rows, 1, axis=0)
+        r = 0
+        while r < len(rows):
+            if not equal[r].all():
+                r += 1
+                continue
+            first = r
+            while equal[r].all():
+                r += 1
+            start, end = (first - 1) * p, r * p
+            while start > 0 and equal[first - 1][(start - 1) % p] and start > (first - 2) * p:
+                start -= 1
+            end += int(np.argmin(equal[r]))  # row r is not all equal: the leading matches
+            times = (end - start) // p
+            if times > 2 and times >= min_times:
+                return True
+    return False
+
+
+def planted(rng):
+    """A random array with a periodic run about as long as the threshold."""
+    period = int(rng.integers(1, 15))
+    length = int(rng.integers(32, 40)) * period + int(rng.integers(0, 60))
+    tokens = rng.integers(0, rng.integers(1, 4) if rng.random() < 0.3 else 50, length)
+    run = max(1, int(rng.integers(31, 33)) * period + int(rng.integers(-3, 4)))
+    run = min(run, length)
+    start = int(rng.choice([0, length - run, rng.integers(0, length - run + 1)]))
+    tokens[start : start + run] = np.resize(rng.integers(0, 3, period), run)
+    return tokens
+
+
+def test_filter_decides_as_olmo_core():
+    """A run just under or over the threshold, at either end or off the row grid, is decided differently."""
+    rng = np.random.default_rng(1)
+    decisions = []
+    for _ in range(3000):
+        tokens = planted(rng)
+        expected = literal_filter(tokens)
+        assert bool(data.repetition_filtered(tokens)) == expected, tokens.tolist()
+        decisions.append(expected)
+    assert 0.2 < np.mean(decisions) < 0.8  # the cases are near the threshold
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(3, 6), st.integers(1, 5))
+def test_filter_on_small_alphabets(tokens, min_times, max_period):
+    """A shortcut that is not the literal algorithm, on arrays with matches everywhere."""
+    got = data.repetition_filtered(np.array(tokens), max_period, min_times)
+    assert bool(got) == literal_filter(tokens, max_period, min_times)
+
+
+def test_filter_threshold_and_wrap_around():
+    """Known answers; and MaxText's fault: equal tokens at the start and one at the very end are no run."""
+    other = np.arange(100, 8292)
+    cases = {(1, 31): False, (1, 32): True, (13, 31): False, (13, 32): True, (14, 40): False}
+    for (period, times), expected in cases.items():
+        tokens = other.copy()
+        tokens[50 : 50 + period * times] = np.tile(np.arange(period), times)
+        assert bool(data.repetition_filtered(tokens)) == expected == literal_filter(tokens), (period, times)
+    wrapping = other.copy()
+    wrapping[:31] = wrapping[-1] = 5
+    assert not data.repetition_filtered(wrapping)
+    batch = np.stack([wrapping, np.zeros_like(other), other])
+    assert data.repetition_filtered(batch).tolist() == [False, True, False]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loader
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 4])
+def test_stream_does_not_depend_on_workers(corpus, workers, tmp_path):
+    """A stream that depends on the number of workers, or on where it starts (MaxText: right only at multiples)."""
+    source = data.open_data(config(corpus, "feistel"), order_dir=tmp_path, rows=[1, 2])
+    positions = range(12, 12 + 7 * 4, 4)  # starts inside epoch 1, ends inside epoch 2
+    batches = data.loader(source, positions.start, positions.stop, workers=workers, prefetch=1)
+    try:
+        assert_same(batches, [source.batch_at(p) for p in positions])
+    finally:
+        batches.close()
+
+
+def test_loader_covers_an_epoch_once_over_hosts(corpus):
+    """Instances read twice or never, seen through the loader and not only in the order."""
+    seen = []
+    for rows in ([0], [1], [2, 3]):
+        batches = data.loader(data.open_data(config(corpus), rows=rows), 0, 20)
+        seen += np.concatenate([b["instance"] for b in batches]).tolist()
+        batches.close()
+    assert len(seen) == len(set(seen)) == 20
+    assert list(data.loader(data.open_data(config(corpus)), 20, 20)) == []
+
+
+def test_errors_of_workers_arrive_and_workers_end(tmp_path):
+    """A bad id that stops a worker silently, late, or as another exception; processes that outlive close()."""
+    tokens = random_tokens(12 * S)
+    tokens[5 * S + 3] = 4294967295  # -1 as int32
+    index = make_index(tmp_path, {"web/a.npy": tokens})
+    source = data.open_data(config(index), shuffle=False)
+    message = f"{tmp_path}/web/a.npy: token 83: got id 4294967295, expected below the vocabulary size 97"
+    for workers in (0, 2):
+        batches = data.loader(source, 0, 12, workers=workers)
+        assert next(batches)["instance"].tolist() == [0, 1, 2, 3]
+        with pytest.raises(DataError) as caught:
+            next(batches)
+        assert str(caught.value) == message
+        batches.close()
+    batches = data.loader(source, 0, 4, workers=2)
+    next(batches)
+    workers = multiprocessing.active_children()
+    batches.close()
+    assert len(workers) == 2 and not any(p.is_alive() for p in workers)
+
+
+SCRIPT = """
+import sys, time, multiprocessing
+sys.path.insert(0, {repo!r})
+import data
+def main():
+    config = data.DataConfig({index!r}, "olmo_core", 7, 16, 4, True, None, False)
+    batches = data.loader(data.open_data(config), 0, 4000, workers=2)
+    next(batches)
+    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    sys.stdin.readline()
+    print(len([next(batches) for _ in range(20)]), flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+def test_workers_end_with_a_killed_parent(corpus, tmp_path):
+    """Workers that live on and hold memory after kill -9 of the run; ones that a signal to the group ends first."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(repo=str(REPO), index=corpus))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    parent = subprocess.Popen([sys.executable, str(script)], **pipes)
+    try:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(alive, workers))
+        for pid in workers:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "20\n"
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, workers))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_index_round_trip_and_fingerprint(tmp_path):
+    """A fingerprint that misses a change of the data, or changes when the data is only moved."""
+    arrays = {"web/a.npy": random_tokens(50), "code/b.npy": random_tokens(70, 1)}
+    index = data.load_index(make_index(tmp_path / "one", arrays))
+    assert [(f.path, f.label, f.bytes, f.instances) for f in index.files] == [
+        ("web/a.npy", "web", 200, 3),
+        ("code/b.npy", "code", 280, 4),
+    ]
+    assert data.load_index(make_index(tmp_path / "two", arrays)).fingerprint == index.fingerprint
+    swapped = dict(reversed(arrays.items()))
+    edited = arrays | {"web/a.npy": np.append(arrays["web/a.npy"][:-1], 1)}
+    relabelled = {"text/a.npy": arrays["web/a.npy"], "code/b.npy": arrays["code/b.npy"]}
+    changed = [make_index(tmp_path / str(i), a) for i, a in enumerate((swapped, edited, relabelled))]
+    changed += [make_index(tmp_path / "s", arrays, sequence_length=8)]
+    changed += [make_index(tmp_path / "v", arrays, vocab_size=98), make_index(tmp_path / "t", arrays, tokenizer="x")]
+    prints = {data.load_index(path).fingerprint for path in changed}
+    assert len(prints) == len(changed) and index.fingerprint not in prints
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda f: f.update(version=2), "index version: got 2, expected 1"),
+        (lambda f: f.update(vocab_size=96), "fingerprint: got sha256:"),
+        (lambda f: f["files"][0].update(instances=9), "9 instances do not follow from 200 bytes"),
+        (lambda f: f["files"][0].update(path="../a.npy"), "expected a path below the data root"),
+        (lambda f: f.update(extra=1), "not an index .TypeError.*extra"),
+        (lambda f: f.pop("files"), "not an index .KeyError: 'files'"),
+    ],
+)
+def test_an_edited_index_is_refused(tmp_path, edit, message):
+    """An index that was edited by hand, or written by another version, is trusted."""
+    path = make_index(tmp_path, {"web/a.npy": random_tokens(50)})
+    fields = json.loads(Path(path).read_text())
+    edit(fields)
+    Path(path).write_text(json.dumps(fields))
+    with pytest.raises(DataError, match=f"{path}: .*{message}"):
+        data.load_index(path)
+
+
+def test_unreadable_index(tmp_path):
+    """A path typo or a damaged file gives a traceback instead of its name."""
+    with pytest.raises(DataError, match=r"nothing\.json: got no such file"):
+        data.load_index(tmp_path / "nothing.json")
+    (tmp_path / "bad.json").write_text('{"version": 1, ')
+    with pytest.raises(DataError, match=r"bad\.json: not an index"):
+        data.load_index(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"a\.npy: got an empty file"),
+        (b"1234567890", r"a\.npy: got 10 bytes, expected a multiple of 4"),
+        (b"\x93NUMPY\x01\x00" + bytes(120), r"a\.npy: got a real \.npy header"),
+        (bytes(4 * (S - 1)), "no instances: got 15 tokens in 1 files, expected one file of at least 16"),
+    ],
+)
+def test_bad_token_files_are_found_at_indexing(tmp_path, content, message):
+    """Found at step 100k instead ("cannot mmap an empty file"), or never: a header read as 32 tokens."""
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        data.build_index([("x", tmp_path / "a.npy")], tmp_path, S, tokenizer="t", vocab_size=V, eos_id=0)
+
+
+def test_too_little_data(tmp_path, corpus):
+    """ZeroDivisionError or a hang with no files, or with fewer instances than one global batch (OLMo #791)."""
+    with pytest.raises(DataError, match="no instances: got 0 tokens in 0 files"):
+        data.build_index([], tmp_path, S, tokenizer="t", vocab_size=V, eos_id=0)
+    with pytest.raises(DataError, match="got 23 instances of 16 tokens, expected at least one global batch of 24"):
+        data.open_data(config(corpus, global_batch=24))
+
+
+def test_uint16_only_for_small_vocabularies(tmp_path):
+    """Ids above 65535 wrap silently: dolma2's EOS becomes 34721 (LLM-Shearing #65)."""
+    path = token_file(tmp_path / "a.npy", random_tokens(2 * S), "<u2")
+    known = {"tokenizer": "t", "eos_id": 0, "dtype": "uint16"}
+    for vocab_size in (65537, 100278):
+        with pytest.raises(DataError, match=f"got uint16 with a vocabulary of {vocab_size}"):
+            data.build_index([("x", path)], tmp_path, S, vocab_size=vocab_size, **known)
+    index = data.build_index([("x", path)], tmp_path, S, vocab_size=65536, **known)
+    data.write_index(index, tmp_path / "i.json")
+    batch = data.open_data(config(str(tmp_path / "i.json"), global_batch=2), shuffle=False).batch_at(0)
+    np.testing.assert_array_equal(batch["tokens"].ravel(), random_tokens(2 * S))
+
+
+@pytest.mark.parametrize(("bad", "vocab_size"), [(97, 97), (4294967295, 97), (100300, 100278), (100352, 100278)])
+def test_ids_outside_the_vocabulary(tmp_path, bad, vocab_size):
+    """JAX clamps such an id or returns NaN; 4294967295 becomes -1 and passes as a mask."""
+    tokens = random_tokens(8 * S)
+    tokens[6 * S + 2] = bad
+    index = make_index(tmp_path, {"web/a.npy": tokens}, vocab_size=vocab_size)
+    source = data.open_data(config(index), shuffle=False)
+    source.batch_at(0)
+    with pytest.raises(DataError, match=rf"web/a\.npy: token 98: got id {bad}, .*vocabulary size {vocab_size}"):
+        source.batch_at(4)
+    with pytest.raises(DataError, match="token 98"):
+        list(data.evaluation_batches(index, None, 4))
+
+
+def test_changed_files_are_found(tmp_path):
+    """A truncated file shifts every later instance; a swapped one of the same size trains on other text."""
+    index = make_index(tmp_path, {"web/a.npy": random_tokens(8 * S), "web/b.npy": random_tokens(8 * S, 1)})
+    a, b = tmp_path / "web/a.npy", tmp_path / "web/b.npy"
+    source = data.open_data(config(index), shuffle=False)
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(DataError, match=r"web/a\.npy: got other first or last 4 KiB"):
+        source.batch_at(0)
+    a.write_bytes(content[:-4])
+    with pytest.raises(DataError, match=r"web/a\.npy: got 508 bytes, the index says 512"):
+        data.open_data(config(index))
+    a.write_bytes(content)
+    source.batch_at(0)
+    a.write_bytes(content[: 4 * S])  # truncated under a running reader
+    with pytest.raises(DataError, match=r"web/a\.npy: got 0 tokens at offset 16, expected 16"):
+        source.batch_at(0)
+    a.unlink()
+    with pytest.raises(DataError, match=r"web/a\.npy: got no such file"):
+        data.open_data(config(index))
+
+
+def test_bad_configs(corpus):
+    """A config that does not fit the index is trained on anyway."""
+    for more, message in [
+        ({"sequence_length": 8}, "sequence_length: got 8 in the config, 16 in"),
+        ({"mask_token": 97}, "mask_token: got 97, expected an id below 97"),
+        ({"order": "random"}, "data.order: got 'random'"),
+        ({"order": "sequential"}, "data.order: got sequential"),
+        ({"seed": -1}, "got -1, 16, 4"),
+        ({"global_batch": 0}, "got 7, 16, 0"),
+    ]:
+        with pytest.raises(DataError, match=re.escape(message)):
+            data.open_data(config(corpus, **more))
+    with pytest.raises(DataError, match="position: got -4"):
+        data.open_data(config(corpus)).instances_at(-4)
+    for rows in ([], [4], [-1, 0]):
+        with pytest.raises(DataError, match="rows: got"):
+            data.open_data(config(corpus), rows=rows)
+
+
+def test_data_root(corpus, tmp_path):
+    """Data that was moved is looked for beside the index, or the other way round."""
+    shutil.copytree(Path(corpus).parent, tmp_path / "moved")
+    index = shutil.copy(corpus, tmp_path / "only_the_index.json")
+    with pytest.raises(DataError, match="got no such file"):
+        data.open_data(config(index))
+    moved = data.open_data(config(index), tmp_path / "moved")
+    assert_same([moved.batch_at(0)], [data.open_data(config(corpus)).batch_at(0)])
+
+
+def test_urls_are_refused(corpus, tmp_path, monkeypatch):
+    """pathlib makes gs://bucket a local folder called "gs:" (tensorpack #1317)."""
+    monkeypatch.chdir(tmp_path)
+    url = "gs://bucket/train.json"
+    for use in (
+        lambda: data.load_index(url),
+        lambda: data.load_index(Path(url)),  # "gs:/bucket/train.json" by then
+        lambda: data.open_data(config(corpus), "gs://bucket"),
+        lambda: data.open_data(config(corpus), None, "gs://bucket").batch_at(0),
+        lambda: data.write_index(data.load_index(corpus), url),
+    ):
+        with pytest.raises(DataError, match=r"got a URL, expected a local path; fix: mount it, e\.g\. with gcsfuse"):
+            use()
+    done = run("quickstart", "--out", "gs://bucket/x", cwd=tmp_path)
+    assert done.returncode == 2 and "gcsfuse" in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_survive_pickling():
+    """An exception that cannot be unpickled kills Grain's queue instead of being reported."""
+    error = pickle.loads(pickle.dumps(DataError("a: b")))
+    assert type(error) is DataError and str(error) == "a: b"
+
+
+def test_import_needs_no_jax_and_is_not_the_folder(tmp_path):
+    """A folder data/ beside data.py shadows it; tokenising pays for importing jax."""
+    (tmp_path / "data").mkdir()
+    shutil.copy(REPO / "data.py", tmp_path)
+    code = "import data, sys; assert data.__file__.endswith('data.py'); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenise and quick start
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory):
+    """Built once, from a part of the library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folder = tmp_path_factory.mktemp("quickstart")
+    for package in ("json", "email", "http", "logging", "asyncio", "unittest", "xml", "importlib", "collections"):
+        shutil.copytree(library / package, folder / "library" / package)
+    arguments = ["quickstart", "--out", folder / "out", "--library", folder / "library"]
+    arguments += ["--vocab-size", 600, "--sequence-length", 64]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return folder, arguments, json.loads(done.stdout)
+
+
+def documents_of(index_path: Path) -> list[str]:
+    index = data.load_index(index_path)
+    tokenizer = Tokenizer.from_file(str(index_path.parent / index.tokenizer))
+    texts = []
+    for file in index.files:
+        tokens = np.fromfile(index_path.parent / file.path, "<u4")
+        assert tokens[-1] == index.eos_id
+        pieces = np.split(tokens, np.flatnonzero(tokens == index.eos_id) + 1)[:-1]
+        texts += [tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces]
+    return texts
+
+
+def test_quickstart_holds_out_whole_files(quickstart):
+    """Text that stands in training and held-out data; lost or doubled text; a tokenizer that does not round-trip."""
+    folder, _, summary = quickstart
+    corpus = data.read_library(folder / "library")
+    sides = {split: sorted(t for texts in corpus[split].values() for t in texts if t) for split in corpus}
+    for split in ("train", "heldout"):
+        assert sorted(documents_of(folder / "out" / f"{split}.json")) == sides[split]
+        assert data.load_index(folder / "out" / f"{split}.json").instances == summary[split]["instances"] > 0
+    assert sides["heldout"] and not set(sides["train"]) & set(sides["heldout"])
+    paths = [p for p in (folder / "library").rglob("*.py") if not data.SKIPPED_FOLDERS & set(p.parts)]
+    assert len(corpus["train"]["code"]) + len(corpus["heldout"]["code"]) == len(paths)
+    assert data.evaluation_batches(folder / "out/heldout.json", None, 4).domains == ["code", "docs"]
+
+
+def test_quickstart_is_idempotent_and_deterministic(quickstart, tmp_path):
+    """A second run builds again, or differs; other settings are ignored; a damaged result is called complete."""
+    folder, arguments, summary = quickstart
+    before = (folder / "out/train.json").stat().st_mtime_ns
+    again = run(*arguments)
+    assert again.returncode == 0 and "complete already" in again.stderr and json.loads(again.stdout) == summary
+    assert (folder / "out/train.json").stat().st_mtime_ns == before
+    other = run(*arguments[:-1], 32)
+    assert other.returncode == 2 and "'sequence_length': 64" in other.stderr
+    fresh = json.loads(run(*[tmp_path / "out" if a == folder / "out" else a for a in arguments]).stdout)
+    assert fresh["train"] == summary["train"] and fresh["heldout"] == summary["heldout"]
+    tokenizers = [(where / "tokenizer.json").read_bytes() for where in (folder / "out", tmp_path / "out")]
+    assert tokenizers[0] == tokenizers[1] and [p.name for p in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out/train/docs/part-00000.npy").unlink()
+    damaged = run(*[tmp_path / "out" if a == folder / "out" else a for a in arguments])
+    assert damaged.returncode == 2 and "part-00000.npy: got no such file" in damaged.stderr
+
+
+def test_docstrings_are_cut_out_once():
+    """Text that stands in both domains, or code that is lost with a docstring."""
+    source = (
+        '"""Module."""\nimport os\n\n\nclass A:\n    """Two\n    lines: é."""\n\n    x = """kept"""\n\n'
+        '    def f(self): "kept too"\n\n    async def g(self):\n        """G."""\n        return 1  # after\n'
+    )
+    code, docs = data.split_docstrings(source)
+    assert docs == "Module.\n\nTwo\nlines: é.\n\nG."
+    kept = source.replace('"""Module."""\n', "").replace('    """Two\n    lines: é."""\n', "")
+    assert code == kept.replace('        """G."""\n', "")
+
+
+TEXTS = ["Hello world.\n", "def f():\r\n    return 'é 中'\n", "<|endoftext|> in a text", "", "x" * 500, "last"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """The same documents as .txt, .jsonl, .jsonl.gz (two members) and .jsonl.zst (two frames)."""
+    folder = tmp_path_factory.mktemp("inputs")
+    lines = [json.dumps({"id": i, "text": text}).encode() + b"\n" for i, text in enumerate(TEXTS)]
+    head, tail = b"".join(lines[:2]), b"\n".join(lines[2:]).rstrip(b"\n")  # blank lines between, none at the end
+    (folder / "txt").mkdir()
+    for i, text in enumerate(TEXTS):
+        (folder / "txt" / f"{i}.txt").write_bytes(text.encode())
+    (folder / "a.jsonl").write_bytes(head + tail)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(head) + gzip.compress(tail))
+    compress = zstandard.ZstdCompressor().compress
+    (folder / "a.jsonl.zst").write_bytes(compress(head) + compress(tail))
+    return folder
+
+
+def test_all_inputs_give_the_same_tokens(quickstart, inputs, tmp_path):
+    """Text lost between two gzip members, changed line ends, an EOS that is missing or comes from the text itself."""
+    tokenizer = quickstart[0] / "out/tokenizer.json"
+    results = []
+    for kind in ("txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+        for workers in (1, 2) if kind == "a.jsonl" else (1,):
+            out = tmp_path / f"{kind}-{workers}"
+            extra = ["--workers", workers, "--shard-tokens", 100]
+            done = run("tokenize", inputs / kind, "--tokenizer", tokenizer, "--out", out, *extra)
+            assert done.returncode == 0, done.stderr
+            shards = sorted(out.iterdir())
+            assert [p.name for p in shards] == [f"part-{i:05}.npy" for i in range(len(shards))]
+            sizes = [p.stat().st_size for p in shards]
+            assert sizes[:-1] == [400] * (len(shards) - 1) and 0 < sizes[-1] <= 400 and len(shards) > 1
+            results.append((json.loads(done.stdout), np.concatenate([np.fromfile(p, "<u4") for p in shards])))
+    summary, tokens = results[0]
+    for other_summary, other in results[1:]:
+        np.testing.assert_array_equal(other, tokens)
+        assert other_summary | {"out": 0, "files": 0} == summary | {"out": 0, "files": 0}
+    assert (summary["documents"], summary["eos"], summary["empty_documents"]) == (5, 5, 1)
+    assert summary["tokens"] == len(tokens) and summary["bytes"] == 4 * len(tokens)
+    eos = Tokenizer.from_file(str(tokenizer)).token_to_id("<|endoftext|>")
+    ends = np.flatnonzero(tokens == eos)
+    assert len(ends) == 5 and ends[-1] == len(tokens) - 1
+    pieces = np.split(tokens, ends + 1)[:-1]
+    decode = Tokenizer.from_file(str(tokenizer)).decode
+    assert [decode(p[:-1].tolist(), skip_special_tokens=False) for p in pieces] == [t for t in TEXTS if t]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"a\.jsonl, line 3: no text 'text'"),
+        ("a.jsonl", b'{"text": 7}\n', r"a\.jsonl, line 1: no text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
+        ("a.txt", b"abc\xff", r"a\.txt: byte 3 is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "abcdefgh"}\n')[:-9], r"a\.jsonl\.gz: got a truncated file"),
+        ("a.jsonl.zst", zstandard.compress(b'{"text": "abcdefgh"}\n')[:-4], r"a\.jsonl\.zst: got a truncated file"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: cannot decompress"),
+        ("a.txt", b"", "no text: got 1 empty documents"),
+        ("a.csv", b"x", r"a\.csv: got another kind of file"),
+    ],
+)
+def test_bad_text_is_refused(quickstart, tmp_path, name, content, message):
+    """Half a file tokenised as if it were whole; an error without file and line."""
+    (tmp_path / name).write_bytes(content)
+    tokenizer = str(quickstart[0] / "out/tokenizer.json")
+    arguments = ["tokenize", str(tmp_path / name), "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    with pytest.raises(DataError, match=message):
+        data.tokenize(data.parse(arguments))
+    assert not list(tmp_path.glob("out/part-*.npy"))
+
+
+def test_lone_surrogates(quickstart, tmp_path):
+    """JSON text that is no UTF-8 ends a long run with a UnicodeEncodeError."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud800 b \\ud83d\\ude00"}\n')
+    tokenizer = quickstart[0] / "out/tokenizer.json"
+    done = run("tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    assert json.loads(done.stdout)["repaired_documents"] == 1
+    tokens = np.fromfile(tmp_path / "out/part-00000.npy", "<u4")
+    assert Tokenizer.from_file(str(tokenizer)).decode(tokens[:-1].tolist()) == "a \ufffd b \U0001f600"
+
+
+def test_tokenise_keeps_what_is_there(quickstart, inputs, tmp_path):
+    """Shards of an earlier run are overwritten unasked, or stay among the new ones."""
+    command = ["tokenize", inputs / "a.jsonl", "--tokenizer", quickstart[0] / "out/tokenizer.json"]
+    command += ["--out", tmp_path, "--label", "web"]
+    assert run(*command, "--shard-tokens", 100).returncode == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "web").iterdir()}
+    refused = run(*command)
+    assert refused.returncode == 2 and "holds shards; fix: another --out, or --overwrite" in refused.stderr
+    assert {p.name: p.read_bytes() for p in (tmp_path / "web").iterdir()} == before
+    assert run(*command, "--overwrite").returncode == 0
+    (whole,) = (tmp_path / "web").iterdir()
+    assert whole.read_bytes() == b"".join(before[name] for name in sorted(before))
+
+
+def test_killed_tokenise_leaves_no_shard(quickstart, tmp_path):
+    """A half-written shard, or half of the shards, that look whole to `index`."""
+    text = "".join(p.read_text() for p in sorted((quickstart[0] / "library").rglob("*.py")))
+    with open(tmp_path / "big.jsonl", "w") as f:
+        for _ in range(12):
+            f.write(json.dumps({"text": text}) + "\n")
+    command = [sys.executable, REPO / "data.py", "tokenize", tmp_path / "big.jsonl", "--shard-tokens", "65536"]
+    command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not len(list(tmp_path.glob("out/part-*.npy.tmp"))) > 3 and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and list(tmp_path.glob("out/*.tmp"))
+    assert not list(tmp_path.glob("out/*.npy"))
+    with pytest.raises(DataError, match="got no file"):
+        data.labelled_files([str(tmp_path / "out")])
+    small = tmp_path / "small.txt"
+    small.write_text("small")
+    done = run("tokenize", small, *command[6:])
+    assert done.returncode == 0 and [p.name for p in (tmp_path / "out").iterdir()] == ["part-00000.npy"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def test_index_verify_show(quickstart, tmp_path):
+    """Exit codes, JSON on stdout and one line for every bad file; numbers that differ from the library's."""
+    out = shutil.copytree(quickstart[0] / "out", tmp_path / "data")
+    made = run("index", f"prose={out / 'train/docs'}", out / "train/code", "--out", out / "new.json",
+               "--sequence-length", 64, "--tokenizer", out / "tokenizer.json")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    summary, index = json.loads(made.stdout), data.load_index(out / "new.json")
+    assert (index.tokenizer, index.vocab_size, index.eos_id, index.pad_id) == ("tokenizer.json", 600, 0, 1)
+    assert [f.label for f in index.files] == ["prose", "code"] and summary["labels"] == ["code", "prose"]
+    assert summary["instances"] == index.instances and summary["fingerprint"] == index.fingerprint
+    assert summary["dropped_tail_tokens"] == summary["tokens"] - 64 * index.instances
+    assert summary["olmo_core_fingerprint"] == data.olmo_core_fingerprint(index)
+
+    fine = run("verify", out / "new.json", "--ids")
+    assert fine.returncode == 0 and "WARNING" not in fine.stderr, fine.stderr
+    scans = json.loads(fine.stdout)["ids"]
+    assert sum(s["tokens"] for s in scans) == summary["tokens"] and all(s["eos"] > 0 == s["pad"] for s in scans)
+
+    shown = run("show", out / "new.json", "--step", 3, "--global-batch", 4, "--rows", 2)
+    assert shown.returncode == 0, shown.stderr
+    batch = data.open_data(config(str(out / "new.json"), seed=34521, sequence_length=64)).batch_at(8)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    for row, got in enumerate(json.loads(shown.stdout)["rows"]):
+        tokens = np.fromfile(out / got["file"], "<u4", 64, offset=4 * got["offset"])
+        np.testing.assert_array_equal(tokens, batch["tokens"][row])
+        assert got["instance"] == batch["instance"][row] and got["position"] == 8 + row
+        assert got["text"] == tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    code, docs = out / "train/code/part-00000.npy", out / "train/docs/part-00000.npy"
+    code.write_bytes(b"0000" + code.read_bytes()[4:])
+    docs.write_bytes(docs.read_bytes()[:-1])
+    bad = run("verify", out / "new.json")
+    errors = [line for line in bad.stderr.splitlines() if line.startswith("data.py: error: ")]
+    assert bad.returncode == 2 and len(errors) == 2 and not bad.stdout
+    assert "docs/part-00000.npy: got" in errors[0] and "code/part-00000.npy: got other first" in errors[1]
+
+
+def test_verify_looks_at_ids(tmp_path):
+    """Another tokenizer's ids: EOS never occurs, padding abounds (OLMo #757); an id outside the vocabulary."""
+    plain = run("verify", make_index(tmp_path / "a", {"web/a.npy": random_tokens(5000)}), "--ids")
+    assert plain.returncode == 0 and "WARNING: web/a.npy: EOS 90 is in none of 5000 tokens" in plain.stderr
+    padded = np.where(np.arange(5000) % 40 == 0, PAD_ID, random_tokens(5000))
+    padded[7] = EOS_ID
+    warned = run("verify", make_index(tmp_path / "b", {"web/a.npy": padded}), "--ids")
+    assert warned.returncode == 0 and "WARNING: web/a.npy: 125 of 5000 tokens are padding (91)" in warned.stderr
+    assert warned.stderr.count("WARNING") == 1
+    padded[[4000, 4500]] = 97, 98
+    bad = run("verify", make_index(tmp_path / "c", {"web/a.npy": padded}), "--ids")
+    assert bad.returncode == 2 and "2 ids are not below 97, the first {'offset': 4000, 'id': 97}" in bad.stderr
+
+
+def test_usage_errors(tmp_path, corpus):
+    """A traceback, or exit 0, for what a person mistyped; an example in the help that argparse cannot read."""
+    for arguments, message in [
+        (["verify", tmp_path / "no.json"], "no.json: got no such file"),
+        (["index", tmp_path / "no", "--out", tmp_path / "i.json", "--sequence-length", 8, "--tokenizer", "x",
+          "--vocab-size", 9, "--eos-id", 0], "no: got no such file or folder"),
+        (["index", corpus, "--out", tmp_path / "i.json", "--sequence-length", 8, "--tokenizer", "x",
+          "--vocab-size", 9, "--eos-id", 0], "got another kind of file"),
+        (["show", corpus, "--step", 0, "--global-batch", 4], "--step: got 0"),
+    ]:  # fmt: skip
+        done = run(*arguments)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert not done.stdout
+    for verb in ("quickstart", "tokenize", "index", "verify", "show"):
+        example = run(verb, "--help").stdout.partition("example:")[2].split()
+        assert example[:3] == ["python", "data.py", verb] and data.parse(example[2:]).verb == verb
