@@ -517,9 +517,10 @@ def _open(config: DataConfig, data_root, order_dir, rows) -> BatchSource:
 
 
 class EvaluationBatches:
-    """Every instance of a held-out index once, in order: `len` batches of one shape, as `finish_batch` makes them.
+    """Instances of a held-out index in order, each once: `len` batches of one shape, as `finish_batch` makes them.
 
-    Also `domain`, int32 [B]: a row's file label as an index into `domains`. The last batch is filled up with rows of
+    With a limit, so many instances, spread evenly over the index so that every file has its part. `instances` are the
+    ids, `domain` says for each the place of its file's label in `domains`. The last batch is filled up with rows of
     instance -1 whose loss_mask is all False."""
 
     def __init__(
@@ -530,36 +531,34 @@ class EvaluationBatches:
         rows: Sequence[int] | None = None,
         mask_token: int | None = None,
         document_mask: bool = False,
-        limit: int | None = None,  # the first so many batches only
+        limit: int | None = None,
     ):
         length = load_index(index_path).sequence_length
         config = DataConfig(str(index_path), "sequential", 0, length, batch, False, mask_token, document_mask)
         self.source = _open(config, data_root, None, rows)
-        self.batches = -(-self.source.instances // batch)
-        if limit is not None:
-            self.batches = min(limit, self.batches)
-        self.domains = sorted({f.label for f in self.source.index.files})
+        n = self.source.instances
+        chosen = n if limit is None else min(limit, n)
+        self.instances = np.arange(chosen, dtype=np.int64) * n // chosen
+        files = self.source.index.files
+        self.domains = sorted({f.label for f in files})
+        of_files = np.repeat([self.domains.index(f.label) for f in files], [f.instances for f in files])
+        self.domain = of_files[self.instances]
 
     def __len__(self) -> int:
-        return self.batches
+        return -(-len(self.instances) // self.source.config.global_batch)
 
     def __iter__(self) -> Iterator[dict]:
         source = self.source
-        for number in range(self.batches):
-            instances = number * source.config.global_batch + source.rows
-            real = instances < source.instances
-            instances = np.where(real, instances, -1)
+        padded = np.full(len(self) * source.config.global_batch, -1, np.int64)
+        padded[: len(self.instances)] = self.instances
+        for whole_batch in padded.reshape(len(self), -1):
+            instances = whole_batch[source.rows]
             tokens = np.zeros((len(instances), source.index.sequence_length), np.uint32)
-            domain = np.zeros(len(instances), np.int32)
-            for row in np.flatnonzero(real):
+            for row in np.flatnonzero(instances >= 0):
                 tokens[row] = source.read(instances[row])
-                domain[row] = self.domains.index(source.locate(instances[row])[0].label)
             batch = finish_batch(tokens, instances, source.index, source.config)
-            batch["loss_mask"] &= real[:, None]
-            yield batch | {"domain": domain}
-
-
-evaluation_batches = EvaluationBatches
+            batch["loss_mask"] &= (instances >= 0)[:, None]
+            yield batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "context", "tensor")
+SAVED = ("x", "q", "k", "v", "context", "attn_out", "gate", "up", "ffn_out")  # activations that a policy may name
 MASKED = -1e30  # finite, so that a masked score times a zero probability is zero and not NaN
 
 
@@ -102,6 +103,9 @@ class Execution:
     def __post_init__(self):
         if self.attention not in ATTENTION:
             raise ValueError(f"attention: got {self.attention!r}, expected one of {', '.join(ATTENTION)}")
+        for name in self.remat or ():
+            if name not in SAVED:
+                raise ValueError(f"remat: got {name!r}, expected 'all' or names out of {', '.join(SAVED)}")
         for name in ("attention_block", "scan_unroll", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")

@@ -23,9 +23,11 @@ import re
 import signal
 import sys
 import time
+import traceback
 import types
 import typing
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -96,7 +98,7 @@ class HardwareConfig:
     microbatch: int  # at most so many sequences a device at once; the rest is accumulated
     attention: str
     attention_block: int
-    remat: str | dict  # "all": save all activations; or {microbatch: "all" or list of saved names}
+    remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
     scan_unroll: int
     loss_chunk: int
     loader_workers: int
@@ -117,6 +119,7 @@ class Config:
     hardware: HardwareConfig
 
 
+# Sections of the two files: disjoint, so that hardware cannot change the maths.
 SCIENCE = ("model", "data", "optim", "schedule", "loss", "run")
 HARDWARE = tuple(f.name for f in dataclasses.fields(HardwareConfig))
 
@@ -148,13 +151,17 @@ StrictLoader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: flo
 StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 
 
-def read_yaml(path: Path) -> dict:
-    loader = StrictLoader(path.read_text())
-    loader.name = str(path)
+def parse_yaml(text: str, name: str):
+    loader = StrictLoader(text)
+    loader.name = name
     try:
-        content = loader.get_single_data()
+        return loader.get_single_data()
     except yaml.YAMLError as e:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(e).split())}") from e
+        raise ValueError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from e
+
+
+def read_yaml(path: Path) -> dict:
+    content = parse_yaml(path.read_text(), str(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a mapping of sections")
     return content
@@ -176,10 +183,8 @@ def build(kind, value, where: str):
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        # str | dict (remat) and T | None: the alternative whose kind of YAML node it is
         options = [a for a in args if a is not type(None)]
-        fits = [a for a in options if isinstance(value, a) or (len(options) == 1)] if len(options) > 1 else options
-        return build(fits[0] if fits else options[0], value, where)
+        return build(next((a for a in options if type(value) is a), options[0]), value, where)
     if dataclasses.is_dataclass(kind):
         fields = typing.get_type_hints(kind)
         if not isinstance(value, dict):
@@ -198,8 +203,8 @@ def build(kind, value, where: str):
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        names = {dict: "a mapping", int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-        raise ValueError(f"{where}: got {value!r} ({type(value).__name__}), expected {names[kind]}")
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
+        raise ValueError(f"{where}: got {value!r} ({type(value).__name__}), expected {names.get(kind, kind)}")
     return value
 
 
@@ -209,7 +214,7 @@ def unknown_key(where: str, key: str, known) -> str:
 
 
 def set_key(tree, dotted: str, value) -> None:
-    """Set `section.key` (or schedule.0.until) in the raw mapping; the key must be there already or fit the schema."""
+    """Set `section.key` (or schedule.0.until) in the raw mapping; `build` checks it like a key of the file."""
     *parents, last = dotted.split(".")
     for i, part in enumerate(parents):
         place = ".".join(parents[: i + 1])
@@ -231,7 +236,12 @@ def set_key(tree, dotted: str, value) -> None:
 
 def load_config(config: str, hardware: str | None, overrides: list[str]) -> Config:
     """Read and check both files. Without `hardware` the file is chosen by the device that jax finds."""
-    science = read_yaml(find_config(config, HERE / "configs"))
+    path = find_config(config, HERE / "configs")
+    return assemble_config(read_yaml(path), str(path), hardware, overrides)
+
+
+def assemble_config(science: dict, name: str, hardware: str | None, overrides: list[str]) -> Config:
+    """Config from the six science sections (`name`: where they come from), a hardware file and --set overrides."""
     machine = read_yaml(find_config(hardware or detect_hardware(), HERE / "configs" / "hardware"))
     for raw, allowed, other, kind in ((science, SCIENCE, HARDWARE, "config"), (machine, HARDWARE, SCIENCE, "hardware")):
         for key in raw:
@@ -244,18 +254,14 @@ def load_config(config: str, hardware: str | None, overrides: list[str]) -> Conf
         dotted, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"--set {override}: got no '=', expected section.key=value")
-        loader = StrictLoader(text)
-        loader.name = f"--set {override}"
         top = dotted.split(".")[0]
         if top not in SCIENCE + HARDWARE:
             raise ValueError(unknown_key(f"--set {dotted}", top, SCIENCE + HARDWARE))
-        set_key(raw["hardware"] if top in HARDWARE else raw, dotted, loader.get_single_data())
-    hints = typing.get_type_hints(Config)
+        set_key(raw["hardware"] if top in HARDWARE else raw, dotted, parse_yaml(text, f"--set {override}"))
     for section in SCIENCE:
         if section not in raw:
-            raise ValueError(f"{section}: missing section; fix: add it to {config}")
-    # Sections are built in order, so that an error names section.key without a prefix.
-    result = Config(**{key: build(kind, raw[key], key) for key, kind in hints.items()})
+            raise ValueError(f"{section}: missing section; fix: add it to {name}")
+    result = Config(**{key: build(kind, raw[key], key) for key, kind in typing.get_type_hints(Config).items()})
     check_config(result)
     return result
 
@@ -273,6 +279,9 @@ def check_config(c: Config) -> None:
     for name in ("keep_checkpoints", "eval_batches"):
         if getattr(c.run, name) is not None and getattr(c.run, name) < 1:
             raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number or null")
+    for name in ("microbatch", "loader_workers"):
+        if getattr(c.hardware, name) < (name == "microbatch"):
+            raise ValueError(f"{name}: got {getattr(c.hardware, name)}, expected a positive number")
     if c.data.global_batch * c.data.sequence_length >= 2**31:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
@@ -295,8 +304,8 @@ def detect_hardware() -> str:
 # ------------------------------------------------------------------------------------------------------------- mesh
 
 
-def make_mesh(c: Config) -> jax.sharding.Mesh:
-    """The mesh over all devices of all processes; ValueError if the model or batch cannot be cut over it."""
+def make_mesh(c: Config, batch: int | None = None) -> jax.sharding.Mesh:
+    """The mesh over all devices of all processes; ValueError if model or batch (default: global) cannot be cut so."""
     sizes, n = dataclasses.asdict(c.hardware.mesh), jax.device_count()
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
@@ -307,22 +316,16 @@ def make_mesh(c: Config) -> jax.sharding.Mesh:
     if free:
         sizes[free[0]] = n // fixed
     model.check_mesh(c.model, sizes, c.data.sequence_length)
-    rows = sizes["data"] * sizes["fsdp"]
-    if c.data.global_batch % rows:
-        raise ValueError(
-            f"data.global_batch: got {c.data.global_batch}, expected a multiple of data x fsdp = {rows} of the mesh"
-        )
-    microbatch(c, c.data.global_batch // rows)
+    rows, batch = sizes["data"] * sizes["fsdp"], batch or c.data.global_batch
+    if batch % rows:
+        raise ValueError(f"global batch: got {batch}, expected a multiple of data x fsdp = {rows} of the mesh")
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
 
 
 def microbatch(c: Config, local_batch: int) -> int:
-    """Sequences that a device computes at once: hardware.microbatch, or its whole share where that is smaller."""
-    size = min(c.hardware.microbatch, local_batch)
-    if local_batch % size:
-        raise ValueError(f"microbatch: got {size}, expected a divisor of the {local_batch} sequences of a device")
-    return size
+    """Sequences a device computes at once: the largest divisor of its share that hardware.microbatch allows."""
+    return max(n for n in range(1, min(c.hardware.microbatch, local_batch) + 1) if local_batch % n == 0)
 
 
 def execution(c: Config, size: int) -> model.Execution:
@@ -333,8 +336,6 @@ def execution(c: Config, size: int) -> model.Execution:
         if not fitting:
             raise ValueError(f"remat: got entries for {list(remat)} sequences, expected one for {size} or more")
         remat = remat[min(fitting)]
-    if remat != "all" and not isinstance(remat, list):
-        raise ValueError(f"remat: got {remat!r}, expected 'all' or a list of names of activations")
     return model.Execution(
         attention=c.hardware.attention,
         attention_block=c.hardware.attention_block,
@@ -404,13 +405,19 @@ def state_specs(c: Config):
     return specs, jax.tree.map(lambda _: P(), state)._replace(mu=specs, nu=specs)
 
 
+def param_shapes(c: Config, mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the params item of a checkpoint is restored into."""
+    return with_shardings(jax.eval_shape(partial(model.init_params, c.model), 0), mesh, param_specs(c))
+
+
 def state_shapes(c: Config, mesh):
-    """ShapeDtypeStructs with shardings of (params, optimizer state): what a checkpoint is restored into."""
-    params = jax.eval_shape(partial(model.init_params, c.model), 0)
-    state = (params, jax.eval_shape(optimizer(c).init, params))
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings(mesh, state_specs(c))
-    )
+    """The same for (params, optimizer state)."""
+    params = param_shapes(c, mesh)
+    return params, with_shardings(jax.eval_shape(optimizer(c).init, params), mesh, state_specs(c)[1])
+
+
+def with_shardings(shapes, mesh, specs):
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(mesh, specs))
 
 
 def init_state(c: Config, mesh):
@@ -543,20 +550,19 @@ def evaluation_step(params, batch, c: Config, run: model.Execution, size: int):
 
 
 class HeldOut:
-    """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order."""
+    """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order.
 
-    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, batches: int | None):
+    `batch` rows are computed at once over all devices; `limit`: so many instances, spread evenly, None for all.
+    """
+
+    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None):
         self.c = dataclasses.replace(c, data=dataclasses.replace(c.data, global_batch=batch))
         self.mesh, self.rows = mesh, local_rows(mesh, self.c)
         self.batches = data.EvaluationBatches(
             index, data_root, batch, rows=self.rows, mask_token=c.data.mask_token, document_mask=c.data.document_mask,
-            limit=batches,
+            limit=limit,
         )  # fmt: skip
-        index_of, self.domains = self.batches.source.index, self.batches.domains
-        check_vocabulary(index_of, c, index)
-        self.domain_of_instance = np.repeat(
-            [self.domains.index(f.label) for f in index_of.files], [f.instances for f in index_of.files]
-        )
+        check_vocabulary(self.batches.source.index, c, index)
         size = microbatch(self.c, batch // (mesh.shape["data"] * mesh.shape["fsdp"]))
         step = jax.shard_map(
             partial(evaluation_step, c=self.c, run=execution(self.c, size), size=size),
@@ -577,11 +583,12 @@ class HeldOut:
             row_ce, row_tokens = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
             ce.append(np.asarray(row_ce, np.float64))
             tokens.append(np.asarray(row_tokens, np.int64))
-        n = min(len(self.domain_of_instance), len(ce) * self.c.data.global_batch)  # the rest is padding
-        ce, tokens, domain = np.concatenate(ce)[:n], np.concatenate(tokens)[:n], self.domain_of_instance[:n]
+        domains, domain = self.batches.domains, self.batches.domain
+        n = len(domain)  # the rest is padding
+        ce, tokens = np.concatenate(ce)[:n], np.concatenate(tokens)[:n]
         results = {
             label: (ce[domain == i].sum(), tokens[domain == i].sum(), np.sum(domain == i))
-            for i, label in enumerate(self.domains)
+            for i, label in enumerate(domains)
         }
         results["all"] = (ce.sum(), tokens.sum(), n)
         return {
@@ -589,6 +596,11 @@ class HeldOut:
             for label, (s, t, n) in results.items()
             if t > 0
         }
+
+
+def eval_limit(c: Config) -> int | None:
+    """Instances of one held-out evaluation of the run; None: all of them."""
+    return None if c.run.eval_batches is None else c.run.eval_batches * c.data.global_batch
 
 
 def check_vocabulary(index: "data.Index", c: Config, path: str) -> None:
@@ -646,7 +658,7 @@ class Checkpoints:
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
             )
 
-    def restore_latest(self, c: Config, mesh, data_identity: dict, log):
+    def restore_latest(self, c: Config, mesh, data_identity: dict):
         """(step, params, opt_state, meta) of the newest usable checkpoint, or None if there has never been one.
 
         A step that cannot be read is reported, renamed to N.damaged (nothing is deleted) and the one before it used.
@@ -656,11 +668,11 @@ class Checkpoints:
         for step in sorted(self.manager.all_steps(), reverse=True):
             try:
                 meta = read_meta(self.folder / str(step))
-                check_meta(meta, c, data_identity, self.folder / str(step), log)
+                check_meta(meta, c, data_identity, self.folder / str(step))
                 params, opt_state = self.restore_state(step, c, mesh)
             except DamagedCheckpoint as e:
-                log(f"checkpoint {self.folder / str(step)} is damaged: {e}")
-                damaged.append(self.set_aside(step, log))
+                say(f"checkpoint {self.folder / str(step)} is damaged: {e}")
+                damaged.append(self.set_aside(step))
                 continue
             return step, params, opt_state, meta
         if damaged:
@@ -681,19 +693,23 @@ class Checkpoints:
             raise DamagedCheckpoint(first_line(e)) from e
         return restored["params"], restored["opt_state"]
 
-    def set_aside(self, step: int, log) -> Path:
+    def set_aside(self, step: int) -> Path:
         source = self.folder / str(step)
         target = next(t for i in range(1000) if not (t := source.with_name(f"{step}.damaged{i or ''}")).exists())
         if jax.process_index() == 0:
             source.rename(target)
-            log(f"renamed it to {target.name}; using the checkpoint before it")
+            say(f"renamed it to {target.name}; using the checkpoint before it")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"set aside {step}")
         self.manager.reload()
         return target
 
-    def close(self) -> None:
+    def wait(self) -> None:
+        """Until the save in flight is complete; raises what made it fail."""
         self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
         self.manager.close()
 
 
@@ -748,7 +764,7 @@ def check_tree(item_folder: Path, target) -> None:
             )
 
 
-def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, log) -> None:
+def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
     """Refuse to resume another run; announce what is allowed to change."""
     if "opt_state" not in meta.get("items", ["opt_state"]):
         raise ValueError(
@@ -763,7 +779,7 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, log) -> 
                 raise ValueError(
                     f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
                 )
-            log(
+            say(
                 f"data.global_batch changes from {then} to {now}; the position stays at instance {meta['instances_seen']}"
             )
         elif key != "usable":
@@ -775,7 +791,7 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, log) -> 
             continue
         if key.startswith("model.") and key not in ("model.compute_dtype", "model.grad_reduce_dtype"):
             raise ValueError(f"{where}: {key}: got {now.get(key)}, expected {then.get(key)} as in the run")
-        log(f"{key} changes from {then.get(key)} to {now.get(key)}")
+        say(f"{key} changes from {then.get(key)} to {now.get(key)}")
 
 
 def science_dict(c: Config) -> dict:
@@ -812,16 +828,16 @@ def restore_item(step_folder: Path, item: str, target):
         raise RunFailed(f"{step_folder}: {e}") from e
 
 
-def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str, log):
+def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
     """State of step 0: from the seed, or from another run's parameters (and prepared moments)."""
     if init_from is None:
-        log(f"start: new parameters from seed {c.run.seed}")
+        say(f"start: new parameters from seed {c.run.seed}")
         return init_state(c, mesh)
     source = find_checkpoint(init_from)
     params_target, state_target = state_shapes(c, mesh)
     params = restore_item(source, "params", params_target)
     if init_state_kind == "params":
-        log(f"start: parameters of {source}, fresh moments")
+        say(f"start: parameters of {source}, fresh moments")
         opt_specs = shardings(mesh, state_specs(c)[1])
         return params, jax.jit(optimizer(c).init, out_shardings=opt_specs)(params)
     try:
@@ -832,7 +848,7 @@ def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str, 
         raise ValueError(
             f"--init-from {source}: no moments prepared for a new stage; fix: convert.py stage2-init, or --init-state params"
         )
-    log(f"start: parameters and Adam moments of {source}")
+    say(f"start: parameters and Adam moments of {source}")
     return params, restore_item(source, "opt_state", state_target)
 
 
@@ -847,15 +863,18 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, after_step: int):
         self.enabled = jax.process_index() == 0
+        self.evaluated = 0  # newest step whose held-out evaluation is in the file
         if not self.enabled:
             return
         self.path = run_dir / "metrics.jsonl"
-        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= after_step]
-        self.evaluated = {json.loads(line)["step"] for line in kept if '"eval/' in line}
         temporary = self.path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(kept))
-        with open(temporary) as f:
-            os.fsync(f.fileno())
+        with open(temporary, "w") as kept:
+            for line, row in read_metrics(self.path):
+                if row["step"] <= after_step:
+                    kept.write(line)
+                    self.evaluated = row["step"] if is_evaluation(row) else self.evaluated
+            kept.flush()
+            os.fsync(kept.fileno())
         os.replace(temporary, self.path)
         self.file = open(self.path, "a")
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
@@ -889,11 +908,17 @@ class MetricsLog:
             self.board.close()
 
 
-def read_lines(path: Path) -> list[str]:
-    """Whole lines of a file; a last line without its end (a killed writer) is left out."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def read_metrics(path: Path) -> Iterator[tuple[str, dict]]:
+    """(line, its content) of every whole line; a last line without its end was left by a killed writer."""
+    if path.exists():
+        with open(path) as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield line, json.loads(line)
+
+
+def is_evaluation(row: dict) -> bool:
+    return any(tag.startswith("eval/") for tag in row)
 
 
 def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | int]:
@@ -932,27 +957,30 @@ def draw_curves(run_dir: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")]
-
-    def series(tag):
-        points = [(r["step"], r[tag]) for r in rows if r.get(tag) is not None]
-        return [list(axis) for axis in zip(*points, strict=True)] if points else [[], []]
+    skipped = []
+    curves: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
+    for _, row in read_metrics(run_dir / "metrics.jsonl"):
+        for tag in row:
+            if tag in ("train/CE loss", "optim/LR (group 0)", "optim/total grad norm") or tag.startswith("eval/"):
+                curves[tag][0].append(row["step"])
+                curves[tag][1].append(np.nan if row[tag] is None else row[tag])
+        if row.get("optim/step_skipped"):
+            skipped.append(row["step"])
 
     fig, (top, middle, bottom) = plt.subplots(
         3, 1, figsize=(9, 9), height_ratios=(3, 1, 1), sharex=True, layout="constrained"
     )
-    top.plot(*series("train/CE loss"), color="tab:blue", lw=0.8, label="training")
-    labels = sorted({tag for r in rows for tag in r if tag.startswith("eval/lm/") and tag.endswith("/CE loss")})
+    top.plot(*curves["train/CE loss"], color="tab:blue", lw=0.8, label="training")
+    labels = sorted(tag for tag in curves if tag.startswith("eval/lm/") and tag.endswith("/CE loss"))
     for tag, color in zip(labels, plt.cm.Dark2.colors * len(labels), strict=False):
-        x, y = series(tag)
+        x, y = curves[tag]
         top.plot(x, y, marker="o", ms=4, color=color, label=f"held-out {tag.split('/')[2]}: {y[-1]:.3f} at {x[-1]}")
     top.set(ylabel="cross-entropy (nats/token)", title=run_dir.name)
     top.legend()
-    middle.plot(*series("optim/LR (group 0)"), color="tab:green")
+    middle.plot(*curves["optim/LR (group 0)"], color="tab:green")
     middle.set(ylabel="learning rate")
-    bottom.plot(*series("optim/total grad norm"), color="tab:gray", lw=0.8)
+    bottom.plot(*curves["optim/total grad norm"], color="tab:gray", lw=0.8)
     bottom.set(ylabel="gradient norm\n(before clipping)", xlabel="step", yscale="log")
-    skipped = [r["step"] for r in rows if r.get("optim/step_skipped")]
     for i, step in enumerate(skipped):
         bottom.axvline(step, color="tab:red", lw=0.8, label="skipped step" if i == 0 else None)
     if skipped:
@@ -990,29 +1018,32 @@ class Stop:
         return self.code is not None
 
 
+def say(message: str) -> None:
+    """A line on standard error, from process 0, that leaves a progress bar whole."""
+    if jax.process_index() == 0:
+        tqdm.write(message, file=sys.stderr)
+        sys.stderr.flush()
+
+
 class Progress:
     """A bar on a terminal, a line every run.log_every steps elsewhere; on standard error."""
 
     def __init__(self, start: int, total: int, every: int):
-        self.every, self.total = every, total
-        self.quiet = jax.process_index() != 0
-        self.bar = None
-        if sys.stderr.isatty() and not self.quiet:
+        self.every, self.total, self.bar = every, total, None
+        if sys.stderr.isatty() and jax.process_index() == 0:
             self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05)
 
-    def log(self, message: str) -> None:
-        if not self.quiet:
-            tqdm.write(message, file=sys.stderr)
-
-    def update(self, step: int, values: dict, tokens_per_second: float, seconds_a_step: float) -> None:
-        left = max(self.total - step, 0) * seconds_a_step
-        text = f"CE {values['train/CE loss']:.3f}  {tokens_per_second:,.0f} tok/s"
+    def update(self, step: int, values: dict, tokens_a_step: int, recent_seconds: list[float]) -> None:
+        seconds = float(np.mean(recent_seconds)) if recent_seconds else None
+        speed = f"{tokens_a_step / seconds:,.0f} tok/s" if seconds else "compiled"
+        text = f"CE {values['train/CE loss']:.3f}  {speed}"
         if self.bar is not None:
-            self.bar.set_postfix_str(text)
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % self.every == 0 or step == self.total:
+            left = f"{clock((self.total - step) * seconds)} left" if seconds else ""
             norm, lr = values["optim/total grad norm"], values["optim/LR (group 0)"]
-            self.log(f"step {step}/{self.total}  {text}  grad norm {norm:.2f}  LR {lr:.3g}  {clock(left)} left")
+            say(f"step {step}/{self.total}  {text}  grad norm {norm:.2f}  LR {lr:.3g}  {left}")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -1024,185 +1055,204 @@ def clock(seconds: float) -> str:
     return f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" if s >= 3600 else f"{s // 60}:{s % 60:02}"
 
 
-def data_identity(source: "data.BatchSource") -> dict:
-    c = source.config
-    return {
-        "fingerprint": source.index.fingerprint,
-        "sequence_length": c.sequence_length,
-        "order": c.order,
-        "seed": c.seed,
-        "global_batch": c.global_batch,
-        "usable": source.usable,
-    }
+class Run:
+    """One training run between two starts: its state, and what happens to it around the jitted step."""
 
+    def __init__(self, c: Config, run_dir: Path, data_root: str | None):
+        self.c, self.run_dir, self.stop, self.mesh = c, run_dir, Stop(), make_mesh(c)
+        self.rows = local_rows(self.mesh, c)
+        self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
+        check_vocabulary(self.source.index, c, c.data.index)
+        self.held_out = None
+        if c.run.eval_index is not None:
+            self.held_out = HeldOut(c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
+        self.tokens_a_step = c.data.global_batch * c.data.sequence_length
+        self.data_identity = {
+            "fingerprint": self.source.index.fingerprint,
+            "sequence_length": c.data.sequence_length,
+            "order": c.data.order,
+            "seed": c.data.seed,
+            "global_batch": c.data.global_batch,
+            "usable": self.source.usable,
+        }
+        self.pending = None  # (step, instances seen, metrics on the device, seconds of loading) of the step in flight
+        self.finished_at: float | None = None
+        self.seconds_a_step: list[float] = []
 
-def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")}
+    def begin(self, init_from: str | None, init_state_kind: str) -> bool:
+        """Take the state of the newest checkpoint or of step 0; False if the run is complete already."""
+        c = self.c
+        restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity)
+        if restored is None:
+            say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
+            self.params, self.opt_state = initial_state(c, self.mesh, init_from, init_state_kind)
+            self.start = self.seen = 0
+        else:
+            self.start, self.params, self.opt_state, meta = restored
+            self.seen = meta["instances_seen"]
+            if init_from is not None:
+                say(f"--init-from {init_from} is not used: {self.run_dir} holds checkpoints of its own")
+            if self.start >= c.run.steps and (self.run_dir / "summary.json").is_file():
+                say(f"already at step {self.start} of {c.run.steps}: nothing to do")
+                return False
+            say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
+        self.saved = self.start
+        if jax.process_index() == 0:
+            resolved = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(c))), sort_keys=False)
+            replace_file(self.run_dir / "config.yaml", resolved)
+        local = c.data.global_batch // (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+        say(
+            f"{model.parameter_count(c.model):,} parameters; mesh {dict(self.mesh.shape)}; {c.data.global_batch} x "
+            f"{c.data.sequence_length} = {self.tokens_a_step:,} tokens a step, {local} sequences a device, "
+            f"{microbatch(c, local)} at once; {self.source.batches_per_epoch:,} steps an epoch"
+        )
+        return True
+
+    def loop(self) -> int:
+        """All steps that are left; returns the exit code."""
+        c = self.c
+        step_fn = compile_train_step(c, self.mesh)
+        self.metrics = MetricsLog(self.run_dir, self.start)
+        self.progress = Progress(self.start, c.run.steps, c.run.log_every)
+        end = self.seen + (c.run.steps - self.start) * c.data.global_batch
+        batches = data.loader(self.source, self.seen, end, workers=c.hardware.loader_workers)
+        with contextlib.ExitStack() as at_exit:
+            for thing in (self.metrics, self.progress, batches, self.checkpoints):
+                at_exit.callback(thing.close)
+            if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
+                self.evaluate(self.start)  # a signal or a kill had cut it short
+            for step in range(self.start + 1, c.run.steps + 1):
+                began = time.perf_counter()
+                batch = next(batches)
+                loading = time.perf_counter() - began
+                on_device = to_device(batch, self.rows, self.mesh, c)
+                self.params, self.opt_state, m = step_fn(self.params, self.opt_state, on_device, np.int32(step))
+                self.seen += c.data.global_batch
+                self.finish_pending()  # log the step before, while this one is computed
+                self.pending = (step, self.seen, m, loading)
+                leave = self.stop.requested(step)
+                if self.evaluation_is_due(step) and not leave:
+                    self.finish_pending()
+                    leave = not self.evaluate(step) or self.stop.requested(step)
+                if leave or step == c.run.steps or step % c.run.checkpoint_every == 0:
+                    self.finish_pending()
+                    self.save(step)
+                if leave:
+                    self.checkpoints.wait()
+                    say(f"stopped by a signal: step {step} is saved in {self.checkpoints.folder / str(step)}")
+                    return self.stop.code
+        if jax.process_index() == 0:
+            self.summarise()
+        return 0
+
+    def finish_pending(self) -> None:
+        """Wait for the step in flight and log it; end the run if too many in a row were not finite."""
+        if self.pending is None:
+            return
+        (step, seen, m, loading), self.pending = self.pending, None
+        m = jax.device_get(m)
+        now = time.perf_counter()
+        seconds = now - self.finished_at if self.finished_at is not None else None
+        self.finished_at = now
+        values = step_metrics(m, step, seen, self.c)
+        if seconds is not None:  # the first step compiles and is not timed
+            self.seconds_a_step.append(seconds)
+            values |= {
+                "throughput/device/TPS": self.tokens_a_step / seconds / jax.device_count(),
+                "throughput/device/BPS": 1 / seconds,
+                "throughput/device/data loading (s)": loading,
+                "throughput/device/data loading (%)": 100 * loading / seconds,
+            }
+        self.metrics.write(step, values)
+        self.progress.update(step, values, self.tokens_a_step, self.seconds_a_step[-20:])
+        streak = int(m["nonfinite_in_a_row"])
+        if streak:
+            leaf = int(m["first_nonfinite_gradient"])
+            what = f"the gradient of {list(model.ledger(self.c.model))[leaf]}" if leaf >= 0 else "the loss"
+            say(f"step {step} skipped: {what} is not finite ({streak} in a row)")
+        if streak >= self.c.optim.max_nonfinite_steps:
+            last = self.checkpoints.folder / str(self.saved) if self.saved else "none"
+            raise RunFailed(
+                f"step {step}: {streak} non-finite steps in a row (optim.max_nonfinite_steps); the parameters are those "
+                f"of step {step - streak}; last checkpoint: {last}"
+            )
+
+    def evaluation_is_due(self, step: int) -> bool:
+        due = step > 0 and (step % self.c.run.eval_every == 0 or step == self.c.run.steps)
+        return due and self.held_out is not None
+
+    def evaluate(self, step: int) -> bool:
+        """Held-out loss after `step`; False if a signal cut it short (it is made up for after the restart)."""
+        results = self.held_out(self.params, self.progress.bar is not None, lambda: self.stop.code is not None)
+        if results is None:
+            return False
+        self.metrics.write(step, evaluation_metrics(results))
+        labels = [f"{label} {r['ce']:.4f}" for label, r in results.items() if label != "all"]
+        text = f"step {step}: held-out CE {results['all']['ce']:.4f}"
+        say(text + (f" ({', '.join(labels)})" if len(labels) > 1 else ""))
+        self.finished_at = time.perf_counter()
+        return True
+
+    def save(self, step: int) -> None:
+        """Begin the asynchronous save of the state after `step`; all its metrics are on disk before."""
+        self.metrics.sync()
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "instances_seen": self.seen,
+            "tokens_seen": self.seen * self.c.data.sequence_length,
+            "items": ["params", "opt_state", "meta"],
+            "data": self.data_identity,
+            "config": science_dict(self.c),
+            "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
+        }
+        self.checkpoints.save(step, self.params, self.opt_state, meta)
+        self.saved = step
+
+    def summarise(self) -> None:
+        """summary.json, the same on standard output, and curves.png."""
+        final, skipped = {}, 0
+        for _, row in read_metrics(self.run_dir / "metrics.jsonl"):
+            final |= row
+            skipped += row.get("optim/step_skipped", 0)
+        seconds = float(np.median(self.seconds_a_step)) if self.seconds_a_step else None
+        summary = {
+            "step": final["step"],
+            "ce": final["train/CE loss"],
+            "heldout_ce": final.get("eval/lm/all/CE loss"),
+            "tokens": final["throughput/total tokens"],
+            "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
+            "skipped_steps": skipped,
+            "checkpoint": str(self.run_dir / "checkpoints" / str(final["step"])),
+            "curves": str(draw_curves(self.run_dir)),
+        }
+        text = json.dumps(summary, indent=1) + "\n"
+        replace_file(self.run_dir / "summary.json", text)
+        print(text, end="", flush=True)
 
 
 def train(c: Config, run_dir: Path, data_root: str | None, init_from: str | None, init_state_kind: str) -> int:
     """Run to run.steps, to a signal or to a failure; returns the exit code."""
-    stop = Stop()
-    mesh = make_mesh(c)
-    rows = local_rows(mesh, c)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    source = data.open_data(c.data, data_root, run_dir / "order", rows=rows)
-    check_vocabulary(source.index, c, c.data.index)
-    held_out = None
-    if c.run.eval_index is not None:
-        held_out = HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, c.run.eval_batches)
-    names = list(model.ledger(c.model))
-    first_log = Progress(0, c.run.steps, c.run.log_every)
-    if first_log.bar is not None:
-        first_log.bar.close()
-    log = first_log.log
-
-    checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
-    identity = data_identity(source)
-    restored = checkpoints.restore_latest(c, mesh, identity, log)
-    if restored is None:
-        log(f"no checkpoint in {checkpoints.folder}, starting at step 0")
-        params, opt_state = initial_state(c, mesh, init_from, init_state_kind, log)
-        start, seen = 0, 0
-    else:
-        start, params, opt_state, meta = restored
-        seen = meta["instances_seen"]
-        if init_from is not None:
-            log(f"--init-from {init_from} is not used: {run_dir} holds checkpoints of its own")
-        if start >= c.run.steps:
-            log(f"already at step {start} of {c.run.steps}: nothing to do")
-            checkpoints.close()
-            if jax.process_index() == 0 and (run_dir / "summary.json").is_file():
-                print((run_dir / "summary.json").read_text(), end="")
-            return 0
-        log(f"resuming from {checkpoints.folder / str(start)}: {seen} instances seen")
+    run = Run(c, run_dir, data_root)
+    if run.begin(init_from, init_state_kind):
+        return run.loop()
     if jax.process_index() == 0:
-        resolved = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(c))), sort_keys=False)
-        (run_dir / "config.yaml").write_text(resolved)
-
-    steps_per_epoch = source.batches_per_epoch
-    tokens_a_step = c.data.global_batch * c.data.sequence_length
-    log(
-        f"{model.parameter_count(c.model):,} parameters, mesh {dict(mesh.shape)}, {c.data.global_batch} x "
-        f"{c.data.sequence_length} = {tokens_a_step:,} tokens a step, {steps_per_epoch:,} steps an epoch"
-    )
-    step_fn = compile_train_step(c, mesh)
-    metrics_log = MetricsLog(run_dir, start)
-    progress = Progress(start, c.run.steps, c.run.log_every)
-    log = progress.log
-    end = seen + (c.run.steps - start) * c.data.global_batch
-    batches: Iterator[dict] = data.loader(source, seen, end, workers=c.hardware.loader_workers)
-    heldout_ce, saved, pending, finished_at, rates = None, start, None, None, []
-
-    def save(step: int) -> None:
-        nonlocal saved
-        metrics_log.sync()
-        meta = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "instances_seen": seen,
-            "tokens_seen": seen * c.data.sequence_length,
-            "items": ["params", "opt_state", "meta"],
-            "data": identity,
-            "config": science_dict(c),
-            "versions": versions(),
-        }
-        checkpoints.save(step, params, opt_state, meta)
-        saved = step
-
-    def finish_pending() -> None:
-        """Wait for the step in flight, log it, and end the run if too many in a row were not finite."""
-        nonlocal pending, finished_at
-        if pending is None:
-            return
-        step, seen_then, m, data_seconds = pending
-        pending = None
-        m = jax.device_get(m)
-        now = time.perf_counter()
-        seconds = now - finished_at if finished_at is not None else None
-        finished_at = now
-        values = step_metrics(m, step, seen_then, c)
-        if seconds is not None:  # the first step compiles and is not timed
-            rates.append(seconds)
-            values["throughput/device/TPS"] = tokens_a_step / seconds / jax.device_count()
-            values["throughput/device/BPS"] = 1 / seconds
-            values["throughput/device/data loading (s)"] = data_seconds
-            values["throughput/device/data loading (%)"] = 100 * data_seconds / seconds
-        metrics_log.write(step, values)
-        recent = float(np.mean(rates[-20:])) if rates else 0.0
-        progress.update(step, values, tokens_a_step / recent if recent else 0.0, recent)
-        streak = int(m["nonfinite_in_a_row"])
-        if streak:
-            leaf = int(m["first_nonfinite_gradient"])
-            what = f"the gradient of {names[leaf]}" if leaf >= 0 else "the loss"
-            log(f"step {step} skipped: {what} is not finite ({streak} in a row)")
-        if streak >= c.optim.max_nonfinite_steps:
-            metrics_log.sync()
-            raise RunFailed(
-                f"step {step}: {streak} non-finite steps in a row (optim.max_nonfinite_steps); parameters are those of "
-                f"step {step - streak}; the last checkpoint is {checkpoints.folder / str(saved) if saved else 'none'}"
-            )
-
-    def evaluate(step: int) -> bool:
-        """Held-out loss after `step`; False if a signal cut it short (it is made up for after the restart)."""
-        nonlocal heldout_ce, finished_at
-        results = held_out(params, progress.bar is not None, should_stop=lambda: stop.code is not None)
-        if results is None:
-            return False
-        heldout_ce = results["all"]["ce"]
-        metrics_log.write(step, evaluation_metrics(results))
-        log(f"step {step}: held-out CE {heldout_ce:.4f}  " + "  ".join(
-            f"{label} {r['ce']:.4f}" for label, r in results.items() if label != "all" and len(results) > 2))  # fmt: skip
-        finished_at = time.perf_counter()
-        return True
-
-    try:
-        with contextlib.closing(batches):
-            if held_out and start and start % c.run.eval_every == 0 and start not in metrics_log.evaluated:
-                evaluate(start)
-            for step in range(start + 1, c.run.steps + 1):
-                began = time.perf_counter()
-                batch = next(batches)
-                data_seconds = time.perf_counter() - began
-                on_device = to_device(batch, rows, mesh, c)
-                params, opt_state, m = step_fn(params, opt_state, on_device, np.int32(step))
-                seen += c.data.global_batch
-                finish_pending()  # of the step before: this one is computed meanwhile
-                pending = (step, seen, m, data_seconds)
-                last = step == c.run.steps
-                leave = stop.requested(step)
-                if held_out and not leave and (last or step % c.run.eval_every == 0):
-                    finish_pending()
-                    leave = not evaluate(step) or stop.requested(step)
-                if leave or last or step % c.run.checkpoint_every == 0:
-                    finish_pending()
-                    save(step)
-                if leave and not last:
-                    checkpoints.close()
-                    log(f"stopped by a signal: step {step} is saved in {checkpoints.folder / str(step)}")
-                    return stop.code
-        checkpoints.close()
-    finally:
-        progress.close()
-        metrics_log.close()
-
-    if jax.process_index() == 0:
-        rows_of = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")]
-        final = next(r for r in reversed(rows_of) if "train/CE loss" in r)
-        summary = {
-            "step": c.run.steps,
-            "ce": final["train/CE loss"],
-            "heldout_ce": heldout_ce,
-            "tokens": seen * c.data.sequence_length,
-            "tokens_per_second": round(tokens_a_step / float(np.median(rates)), 1) if rates else None,
-            "skipped_steps": sum(r.get("optim/step_skipped", 0) for r in rows_of),
-            "checkpoint": str(run_dir / "checkpoints" / str(c.run.steps)),
-            "curves": str(draw_curves(run_dir)),
-        }
-        text = json.dumps(summary, indent=1) + "\n"
-        (run_dir / "summary.json").write_text(text)
-        print(text, end="", flush=True)
+        print((run_dir / "summary.json").read_text(), end="")
     return 0
+
+
+def on_process_0(value: bool) -> bool:
+    """Process 0's answer, on all processes: only it reads the metrics file."""
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value))) if jax.process_count() > 1 else value
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Atomically: a reader, or a restart after a kill, sees the old or the new content."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def dry_run(c: Config, data_root: str | None) -> None:
@@ -1250,19 +1300,34 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def fail(message: str, code: int) -> int:
-    print(f"train.py: error: {message}", file=sys.stderr)
-    return code
+def run_command(program: str, command: Callable[[], int | None]) -> int:
+    """Run a verb and turn what is the user's to mend into one line and an exit code: 2 bad input, 1 failed.
+
+    A ValueError counts as bad input where this project's own code raised it; one from inside a library is a bug and
+    keeps its traceback.
+    """
+    try:
+        return command() or 0
+    except (ValueError, OSError) as e:
+        raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve().parent
+        if isinstance(e, ValueError) and not isinstance(e, data.DataError) and raised_in != HERE:
+            raise
+        print(f"{program}: error: {first_line(e)}", file=sys.stderr)
+        return 1 if isinstance(e, OSError) else 2
+    except RunFailed as e:
+        print(f"{program}: error: {e}", file=sys.stderr)
+        return 1
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    several = (args.coordinator, args.num_processes, args.process_id)
-    if any(x is not None for x in several):
-        if any(x is None for x in several):
-            return fail("--coordinator, --num-processes and --process-id: got some of them, expected all three", 2)
-        jax.distributed.initialize(*several)
-    try:
+
+    def command() -> int | None:
+        several = (args.coordinator, args.num_processes, args.process_id)
+        if any(x is not None for x in several):
+            if any(x is None for x in several):
+                raise ValueError("--coordinator, --num-processes, --process-id: got some, expected all three")
+            jax.distributed.initialize(*several)
         c = load_config(args.config, args.hardware, args.set)
         run_dir = args.run_dir or f"runs/{c.run.name}"
         if "://" in run_dir:
@@ -1272,24 +1337,10 @@ def main(argv=None) -> int:
         if c.hardware.compilation_cache:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
         if args.dry_run:
-            dry_run(c, args.data_root)
-            return 0
+            return dry_run(c, args.data_root)
         return train(c, Path(run_dir), args.data_root, args.init_from, args.init_state)
-    except (ValueError, FileNotFoundError, NotADirectoryError) as e:
-        # data.DataError and every refused config; what jax itself raises as ValueError is a bug and shows its trace
-        if isinstance(e, data.DataError) or is_ours(e):
-            return fail(first_line(e), 2)
-        raise
-    except RunFailed as e:
-        return fail(str(e), 1)
 
-
-def is_ours(e: BaseException) -> bool:
-    """Whether the error was raised by this project's own code, hence is a message to the user."""
-    tb = e.__traceback__
-    while tb.tb_next:
-        tb = tb.tb_next
-    return Path(tb.tb_frame.f_code.co_filename).resolve().parent == HERE
+    return run_command("train.py", command)
 
 
 if __name__ == "__main__":

@@ -271,19 +271,21 @@ def test_source_can_be_pickled_small(corpus, tmp_path):
 
 def test_held_out_covers_everything_once(corpus):
     """Held-out evaluation that drops the tail, counts padding rows, or mixes up domains between hosts."""
-    batches = data.evaluation_batches(corpus, None, 4)
+    batches = data.EvaluationBatches(corpus, None, 4)
     assert len(batches) == 6 and batches.domains == ["code", "web"]
     got = list(batches)
     ids = np.concatenate([b["instance"] for b in got])
     assert ids.tolist() == [*range(23), -1]
     assert all(b["tokens"].shape == (4, S) for b in got)
     assert not got[-1]["loss_mask"][-1].any() and got[-1]["loss_mask"][0].sum() == S - 1
-    assert np.concatenate([b["domain"] for b in got])[:23].tolist() == [1] * 10 + [0] * 13
-    halves = [list(data.evaluation_batches(corpus, None, 4, rows=r)) for r in ([0, 1], [2, 3])]
+    assert batches.instances.tolist() == list(range(23)) and batches.domain.tolist() == [1] * 10 + [0] * 13
+    halves = [list(data.EvaluationBatches(corpus, None, 4, rows=r)) for r in ([0, 1], [2, 3])]
     joined = [{k: np.concatenate([a[k], b[k]]) for k in a} for a, b in zip(*halves, strict=True)]
     assert_same(joined, got)
-    assert_same(data.evaluation_batches(corpus, None, 4, limit=2), got[:2])
-    assert len(data.evaluation_batches(corpus, None, 50)) == 1  # fewer instances than a batch
+    few = data.EvaluationBatches(corpus, None, 4, limit=6)  # spread over both files, not the first ones
+    assert few.instances.tolist() == [0, 3, 7, 11, 15, 19] and few.domain.tolist() == [1, 1, 1, 0, 0, 0]
+    assert np.concatenate([b["instance"] for b in few]).tolist() == [0, 3, 7, 11, 15, 19, -1, -1]
+    assert len(data.EvaluationBatches(corpus, None, 50)) == 1  # fewer instances than a batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -559,7 +561,7 @@ def test_ids_outside_the_vocabulary(tmp_path, bad, vocab_size):
     with pytest.raises(DataError, match=rf"web/a\.npy: token 98: got id {bad}, .*vocabulary size {vocab_size}"):
         source.batch_at(4)
     with pytest.raises(DataError, match="token 98"):
-        list(data.evaluation_batches(index, None, 4))
+        list(data.EvaluationBatches(index, None, 4))
 
 
 def test_changed_files_are_found(tmp_path):
@@ -686,7 +688,7 @@ def test_quickstart_holds_out_whole_files(quickstart):
     assert sides["heldout"] and not set(sides["train"]) & set(sides["heldout"])
     paths = [p for p in (folder / "library").rglob("*.py") if not data.SKIPPED_FOLDERS & set(p.parts)]
     assert len(corpus["train"]["code"]) + len(corpus["heldout"]["code"]) == len(paths)
-    assert data.evaluation_batches(folder / "out/heldout.json", None, 4).domains == ["code", "docs"]
+    assert data.EvaluationBatches(folder / "out/heldout.json", None, 4).domains == ["code", "docs"]
 
 
 def test_quickstart_is_idempotent_and_deterministic(quickstart, tmp_path):

@@ -1,0 +1,86 @@
+"""The recipes in configs/ load, hold the published numbers, and share no key with the hardware files."""
+
+import pytest
+
+import model
+import optim
+import train
+
+RECIPES = sorted(p.stem for p in (train.HERE / "configs").glob("*.yaml"))
+MACHINES = sorted(p.stem for p in (train.HERE / "configs" / "hardware").glob("*.yaml"))
+
+
+def load(recipe, machine="cpu", *overrides):
+    return train.load_config(recipe, machine, list(overrides))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_loads_with_every_machine(recipe, machine):
+    """A recipe or hardware file that a key was forgotten in, or whose remat does not fit its micro-batches."""
+    c = load(recipe, machine)
+    for size in range(1, c.hardware.microbatch + 1):
+        train.execution(c, size)
+
+
+def test_recipes_and_machines_are_all_here():
+    assert {"quickstart", "stage1", "stage1_ai2", "stage2"} <= set(RECIPES)
+    assert {"cpu", "gpu", "v5p", "ironwood"} <= set(MACHINES)
+
+
+def test_science_and_hardware_have_disjoint_keys():
+    """Law 3: a key that stands in both files could change the maths with the machine."""
+    assert not set(train.SCIENCE) & set(train.HARDWARE)
+
+
+@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2"])
+def test_7b_parameter_count(recipe):
+    """A dimension mistyped in a 7B recipe."""
+    c = load(recipe)
+    assert model.parameter_count(c.model, padded=False) == 7_298_011_136
+    assert model.parameter_count(c.model) == 7_298_617_344
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "expected"),
+    [
+        ("stage1", 1, 1.5e-7),
+        ("stage1", 1000, 1.5e-4),
+        ("stage1", 2000, 3.0e-4),
+        ("stage1", 597_046, 1.979988e-4),
+        ("stage1", 708_039, 1.65e-4),
+        ("stage1", 1_414_078, 3.0e-5),
+        ("stage1", 2_000_000, 3.0e-5),
+        ("stage1_ai2", 1, 1.5e-7),
+        ("stage1_ai2", 100_000, 2.9550768e-4),
+        ("stage1_ai2", 596_047, 1.6535619e-4),
+        ("stage1_ai2", 597_046, 1.6500018e-4),
+        ("stage1_ai2", 1_000_000, 8.983e-5),
+        ("stage1_ai2", 1_413_814, 3.932527e-5),
+        ("stage2", 1, 2.07119185e-4),
+        ("stage2", 47_683, 4.34e-9),
+        ("stage2", 47_684, 0.0),
+    ],
+)
+def test_learning_rates_of_the_recipes(recipe, step, expected):
+    """A recipe whose curve is not the published one (facts checked against OLMo-core's schedulers)."""
+    c = load(recipe)
+    got = optim.learning_rate(c.optim, c.schedule, step)
+    assert got == pytest.approx(expected, rel=1e-3 if expected < 1e-7 else 1e-4 if step == 1_000_000 else 1e-6)
+
+
+def test_token_counts_of_the_recipes():
+    """A global batch or a number of steps that is off: 5.93T, 5,929,965,715,456 and 100.0B tokens."""
+    tokens = {r: (c := load(r)).run.steps * c.data.global_batch * c.data.sequence_length for r in RECIPES}
+    assert tokens["stage1"] == 1_414_078 * 512 * 8192
+    assert tokens["stage1_ai2"] == 5_929_965_715_456
+    assert 100e9 <= tokens["stage2"] < 100e9 + 256 * 8192
+
+
+@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2"])
+def test_optimizer_of_the_7b_recipes(recipe):
+    """The numbers that all of Ai2's stages share."""
+    o = load(recipe).optim
+    assert (o.beta1, o.beta2, o.eps, o.weight_decay, o.clip_norm) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert (o.skip_window, o.skip_sigma) == (128, 6.0)
+    assert load(recipe).loss.z_loss == 1e-5
