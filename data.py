@@ -437,6 +437,8 @@ class BatchSource:
         """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""
         if position < 0:
             raise DataError(f"position: got {position}, expected 0 or more instances")
+        # DIVERGENCE 8: after a change of the batch size the position stays where it was, in instances. OLMo-core counts
+        # batches of the new size and rounds down, which trains up to one batch twice.
         positions = position + self.rows
         instances = np.empty(len(positions), np.int64)
         epochs = positions // self.usable + 1
@@ -521,7 +523,10 @@ class EvaluationBatches:
 
     With a limit, so many instances, spread evenly over the index so that every file has its part. `instances` are the
     ids, `domain` says for each the place of its file's label in `domains`. The last batch is filled up with rows of
-    instance -1 whose loss_mask is all False."""
+    instance -1 whose loss_mask is all False.
+
+    DIVERGENCE 9: held-out text is cut as training text is, into full instances. OLMo-core's LM evaluator takes a document
+    an instance, padded, and divides by its n tokens although only n-1 have a loss."""
 
     def __init__(
         self,

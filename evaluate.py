@@ -10,6 +10,7 @@ tokens, whatever the batch size and the number of devices. Cross-entropy alone, 
 
 import argparse
 import json
+import math
 import sys
 
 import train
@@ -23,7 +24,9 @@ def heldout_loss(args) -> dict:
     except train.DamagedCheckpoint as e:
         raise train.RunFailed(f"{step_folder}: {e}") from e
     c = train.assemble_config(meta["config"], str(step_folder), args.hardware, args.set)
-    batch = args.batch or c.data.global_batch
+    batch = c.data.global_batch if args.batch is None else args.batch
+    if batch < 1:
+        raise ValueError(f"--batch: got {batch}, expected a positive number")
     mesh = train.make_mesh(c, batch)
     index = args.index or c.run.eval_index
     if index is None:
@@ -32,6 +35,8 @@ def heldout_loss(args) -> dict:
     held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit)
     params = train.restore_item(step_folder, "params", train.param_shapes(c, mesh))
     results = held_out(params, progress=sys.stderr.isatty())
+    for r in results.values():
+        r |= {name: None for name in ("ce", "perplexity") if not math.isfinite(r[name])}  # JSON has neither inf nor NaN
     return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "heldout": results}
 
 

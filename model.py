@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "context", "tensor")
 SAVED = ("x", "q", "k", "v", "context", "attn_out", "gate", "up", "ffn_out")  # activations that a policy may name
+UNROLLED = 8  # ranges of keys of a full layer's blockwise attention, at the price of an eighth more scores
 MASKED = -1e30  # finite, so that a masked score times a zero probability is zero and not NaN
 
 
@@ -338,32 +339,50 @@ def blockwise_attention(q, k, v, where: Where, block: int):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
     Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
-    pass. On a CPU this is several times as fast as the dense form.
+    pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
+    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one.
     """
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
+    span = block if where.window is not None else block * -(-S // (block * UNROLLED))
+
+    def one_block(q_GRQK, q_pos, q_segment, k_GTK, v_GTK, k_pos, k_segment):
+        n = q_pos.shape[0]
+        mask = visible(q_pos, k_pos, q_segment, k_segment, where.window)
+        q_rows = q_GRQK.reshape(G, R * n, K)  # R and the block's queries are rows of one matrix
+        scores = jnp.einsum("gqk,gtk->gqt", q_rows, k_GTK, preferred_element_type=jnp.float32)
+        scores = jnp.where(mask, scores.reshape(G, R, n, -1) * K**-0.5, MASKED)
+        probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, R * n, -1)
+        return jnp.einsum("gqt,gtk->gqk", probs, v_GTK).reshape(G, R, n, K)
 
     @jax.checkpoint
     def one_sequence(args):
-        q_GRSK, k_GTK, v_GTK, *segments = args
+        q_GRSK, k_GTK, v_GTK, q_segment, k_segment = args
         out = []
-        for start in range(0, S, block):
-            stop = min(start + block, S)
+        for start in range(0, S, span):
+            stop = min(start + span, S)
             low, high = key_range(start, stop, T, where)
-            of_segments = (segments[0][start:stop], segments[1][low:high]) if segments else (None, None)
-            mask = visible(where.q_pos[start:stop], where.k_pos[low:high], *of_segments, where.window)
-            q_rows = q_GRSK[:, :, start:stop].reshape(G, -1, K)  # R and the block's queries are rows of one matrix
-            scores = jnp.einsum("gqk,gtk->gqt", q_rows, k_GTK[:, low:high], preferred_element_type=jnp.float32)
-            scores = jnp.where(mask, scores.reshape(G, R, stop - start, high - low) * K**-0.5, MASKED)
-            probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, -1, high - low)
-            out.append(jnp.einsum("gqt,gtk->gqk", probs, v_GTK[:, low:high]).reshape(G, R, stop - start, K))
+            queries = (q_GRSK[:, :, start:stop], where.q_pos[start:stop], part(q_segment, start, stop))
+            keys = (k_GTK[:, low:high], v_GTK[:, low:high], where.k_pos[low:high], part(k_segment, low, high))
+            if stop - start <= block or (stop - start) % block:
+                out.append(one_block(*queries, *keys))
+                continue
+            n = (stop - start) // block
+            blocks = [
+                None if x is None else jnp.stack(jnp.split(x, n, axis))
+                for x, axis in zip(queries, (2, 0, 0), strict=True)
+            ]
+            mapped = lax.map(lambda x: jax.checkpoint(one_block)(*x, *keys), tuple(blocks))  # noqa: B023
+            out.append(jnp.concatenate(list(mapped), axis=2))
         return jnp.concatenate(out, axis=2)
 
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
-    if where.q_segment is not None:
-        heads_first += [where.q_segment, where.k_segment]
-    out_BGRSK = lax.map(one_sequence, tuple(heads_first))
+    out_BGRSK = lax.map(one_sequence, (*heads_first, where.q_segment, where.k_segment))
     return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
+
+
+def part(x, start: int, stop: int):
+    return None if x is None else x[start:stop]
 
 
 def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import re
 import signal
@@ -279,9 +280,13 @@ def check_config(c: Config) -> None:
     for name in ("keep_checkpoints", "eval_batches"):
         if getattr(c.run, name) is not None and getattr(c.run, name) < 1:
             raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number or null")
+    if isinstance(c.hardware.remat, str) and c.hardware.remat != "all":
+        raise ValueError(f"remat: got {c.hardware.remat!r}, expected all, a list of names, or {{microbatch: names}}")
     for name in ("microbatch", "loader_workers"):
         if getattr(c.hardware, name) < (name == "microbatch"):
             raise ValueError(f"{name}: got {getattr(c.hardware, name)}, expected a positive number")
+    for size in range(1, c.hardware.microbatch + 1):
+        execution(c, size)
     if c.data.global_batch * c.data.sequence_length >= 2**31:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
@@ -514,10 +519,19 @@ def compile_train_step(c: Config, mesh):
 
 
 def compiler_options(c: Config) -> dict[str, str]:
+    """hardware.xla_flags as jax.jit takes them."""
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in c.hardware.xla_flags.items()
     }
+
+
+def check_compiler_options(c: Config) -> None:
+    """Compile nothing with them, before the model is compiled for minutes."""
+    try:
+        jax.jit(lambda: 0, compiler_options=compiler_options(c)).lower().compile()
+    except jax.errors.JaxRuntimeError as e:
+        raise ValueError(f"xla_flags: {first_line(e)}; fix: take the flags of the compiler that is installed") from e
 
 
 # ----------------------------------------------------------------------------------------------- held-out evaluation
@@ -591,11 +605,12 @@ class HeldOut:
             for i, label in enumerate(domains)
         }
         results["all"] = (ce.sum(), tokens.sum(), n)
-        return {
-            label: {"ce": s / t, "perplexity": float(np.exp(s / t)), "tokens": int(t), "instances": int(n)}
-            for label, (s, t, n) in results.items()
-            if t > 0
-        }
+        with np.errstate(over="ignore"):  # a run that has diverged: infinite, and null in JSON
+            return {
+                label: {"ce": s / t, "perplexity": float(np.exp(s / t)), "tokens": int(t), "instances": int(n)}
+                for label, (s, t, n) in results.items()
+                if t > 0
+            }
 
 
 def eval_limit(c: Config) -> int | None:
@@ -645,15 +660,12 @@ class Checkpoints:
 
         args_of = {name: by_layer(name, x) for name, x in params.items()}
         opt_args = jax.tree.map(lambda _: ocp.SaveArgs(), opt_state)._replace(mu=args_of, nu=args_of)
-        saved = self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(params, save_args=args_of),
-                opt_state=ocp.args.PyTreeSave(opt_state, save_args=opt_args),
-                meta=ocp.args.JsonSave(meta),
-            ),
+        items = ocp.args.Composite(
+            params=ocp.args.PyTreeSave(params, save_args=args_of),
+            opt_state=ocp.args.PyTreeSave(opt_state, save_args=opt_args),
+            meta=ocp.args.JsonSave(meta),
         )
-        if not saved:
+        if not self.write(lambda: self.manager.save(step, args=items)):
             raise RunFailed(
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
             )
@@ -670,6 +682,7 @@ class Checkpoints:
                 meta = read_meta(self.folder / str(step))
                 check_meta(meta, c, data_identity, self.folder / str(step))
                 params, opt_state = self.restore_state(step, c, mesh)
+                check_sums(meta, params=params, opt_state=opt_state)
             except DamagedCheckpoint as e:
                 say(f"checkpoint {self.folder / str(step)} is damaged: {e}")
                 damaged.append(self.set_aside(step))
@@ -687,10 +700,7 @@ class Checkpoints:
         for item, tree in target.items():
             check_tree(self.folder / str(step) / item, tree)
         args = {item: restore_args(tree) for item, tree in target.items()}
-        try:
-            restored = self.manager.restore(step, args=ocp.args.Composite(**args))
-        except (ValueError, OSError, KeyError) as e:  # tensorstore reports damaged files as ValueError
-            raise DamagedCheckpoint(first_line(e)) from e
+        restored = read_arrays(lambda: self.manager.restore(step, args=ocp.args.Composite(**args)))
         return restored["params"], restored["opt_state"]
 
     def set_aside(self, step: int) -> Path:
@@ -704,9 +714,16 @@ class Checkpoints:
         self.manager.reload()
         return target
 
+    def write(self, call: Callable):
+        """call(), which meets what made the save in flight fail: a full disk, a folder that is gone."""
+        try:
+            return call()
+        except Exception as e:
+            raise RunFailed(f"{self.folder}: a checkpoint could not be written: {first_line(e)}") from e
+
     def wait(self) -> None:
-        """Until the save in flight is complete; raises what made it fail."""
-        self.manager.wait_until_finished()
+        """Until the save in flight is complete."""
+        self.write(self.manager.wait_until_finished)
 
     def close(self) -> None:
         self.wait()
@@ -717,8 +734,49 @@ class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be read."""
 
 
+UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)  # what Orbax raises on files that are damaged
+
+
 def first_line(e: BaseException) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
+    line = (str(e).strip().splitlines() or [type(e).__name__])[0]
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-245:]}"  # libraries put the reason last
+
+
+def read_arrays(restore: Callable):
+    """restore(), with what says that files are damaged as DamagedCheckpoint; a device out of memory stays what it is."""
+    try:
+        return restore()
+    except Exception as e:  # Orbax wraps what tensorstore says (a ValueError) into a bare Exception
+        cause = e.__cause__ or e
+        if isinstance(cause, UNREADABLE):
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tracebacks of the other leaves, one screen each
+            raise DamagedCheckpoint(first_line(cause)) from e
+        raise
+
+
+@jax.jit
+def bit_sums(tree):
+    """For every leaf the sum of its 32-bit words modulo 2^32: exact, and therefore the same on every mesh."""
+
+    def leaf(x):
+        words = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.uint32)
+        return jnp.sum(words, dtype=jnp.uint32)
+
+    return jax.tree.map(leaf, tree)
+
+
+def checksums(tree) -> dict[str, int]:
+    """Stored in meta. The array files have none of their own: a flipped bit in one is read as another number."""
+    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(bit_sums(tree)))
+    return {jax.tree_util.keystr(path): int(x) for path, x in sums}
+
+
+def check_sums(meta: dict, **items) -> None:
+    for item, tree in items.items():
+        saved = meta.get("checksums", {}).get(item)  # a converted checkpoint may have none
+        for name, now in checksums(tree).items() if saved is not None else ():
+            if saved.get(name) != now:
+                raise DamagedCheckpoint(f"item {item!r}: {name}: the numbers read are not those that were saved")
 
 
 def restore_args(tree):
@@ -746,7 +804,7 @@ def check_tree(item_folder: Path, target) -> None:
         raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
     try:
         tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
-    except (ValueError, OSError, KeyError) as e:
+    except UNREADABLE as e:
         raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
 
     def leaves(tree):
@@ -766,6 +824,12 @@ def check_tree(item_folder: Path, target) -> None:
 
 def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
     """Refuse to resume another run; announce what is allowed to change."""
+    tokens = meta["instances_seen"] * meta["data"]["sequence_length"]
+    if (meta["step"], meta.get("tokens_seen")) != (int(where.name), tokens):
+        raise DamagedCheckpoint(
+            f"item 'meta' contradicts itself: step {meta['step']}, instances_seen {meta['instances_seen']}, tokens_seen "
+            f"{meta.get('tokens_seen')}"
+        )
     if "opt_state" not in meta.get("items", ["opt_state"]):
         raise ValueError(
             f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
@@ -821,9 +885,12 @@ def find_checkpoint(path: str) -> Path:
 def restore_item(step_folder: Path, item: str, target):
     """One item (params or opt_state) of a checkpoint, in the shapes, dtypes and shardings of `target`."""
     try:
+        meta = read_meta(step_folder)
         check_tree(step_folder / item, target)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(step_folder / item, args=restore_args(target))
+            tree = read_arrays(lambda: checkpointer.restore(step_folder / item, args=restore_args(target)))
+        check_sums(meta, **{item: tree})
+        return tree
     except DamagedCheckpoint as e:
         raise RunFailed(f"{step_folder}: {e}") from e
 
@@ -876,7 +943,7 @@ class MetricsLog:
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(temporary, self.path)
-        self.file = open(self.path, "a")
+        self.file = open(self.path, "a", buffering=1)  # a line is there to be read as soon as it is written
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
         (run_dir / "tensorboard").mkdir(exist_ok=True)
         self.board = EventsWriter(str(run_dir / "tensorboard" / "events"))
@@ -893,6 +960,7 @@ class MetricsLog:
         self.file.write(json.dumps({"step": step} | finite) + "\n")
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self.board.flush()
 
     def sync(self) -> None:
         """Everything written so far is on disk when this returns."""
@@ -921,9 +989,24 @@ def is_evaluation(row: dict) -> bool:
     return any(tag.startswith("eval/") for tag in row)
 
 
+def tensor_sizes(c: Config) -> dict[str, int]:
+    return {name: int(np.prod(t.shape)) for name, t in model.ledger(c.model).items()}
+
+
+def flops_per_token(c: Config) -> int:
+    """Of one update, without recomputation: 6 a weight of matmuls and, a layer, 12 H K min(window, S).
+
+    OLMo-core nn/transformer/model.py:num_flops_per_token; embeddings and block norms count nothing."""
+    weights = sum(n for name, n in tensor_sizes(c).items() if name not in ("embed", "attn_norm", "ffn_norm"))
+    S, cycles = c.data.sequence_length, c.model.n_layers // len(c.model.pattern)
+    keys = cycles * sum(min(c.model.window, S) if kind == "s" else S for kind in c.model.pattern)
+    return 6 * weights + 12 * c.model.n_heads * c.model.head_dim * keys
+
+
 def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | int]:
     """The step's numbers under Ai2's names (facts of the run; timings are added by the loop)."""
     tokens = c.data.global_batch * c.data.sequence_length
+    sizes, total_tokens = tensor_sizes(c), seen * c.data.sequence_length
     ce = float(m["ce"])
     values = {
         "train/CE loss": ce,
@@ -937,8 +1020,10 @@ def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | 
         "optim/LR (group 1)": float(m["lr"]),
         "optim/step skipped": int(m["skipped"]),
         "optim/step_skipped": int(m["skipped"]),
-        "throughput/total tokens": seen * c.data.sequence_length,
-        "perf/total_tokens": seen * c.data.sequence_length,
+        "throughput/total tokens": total_tokens,
+        "throughput/total petaflops": total_tokens * flops_per_token(c) / 1e15,
+        "throughput/chinchilla multiple": total_tokens / (20 * (sum(sizes.values()) - sizes["embed"])),
+        "perf/total_tokens": total_tokens,
     }
     return {tag: value for tag, value in values.items() if value is not None}
 
@@ -970,7 +1055,14 @@ def draw_curves(run_dir: Path) -> Path:
     fig, (top, middle, bottom) = plt.subplots(
         3, 1, figsize=(9, 9), height_ratios=(3, 1, 1), sharex=True, layout="constrained"
     )
-    top.plot(*curves["train/CE loss"], color="tab:blue", lw=0.8, label="training")
+    steps, ce = map(np.asarray, curves["train/CE loss"])
+    top.plot(steps, ce, color="tab:blue", lw=0.6, alpha=0.3)
+    span = max(1, len(steps) // 40)
+    means = [
+        float(np.nanmean(ce[i : i + span])) for i in range(0, len(ce), span) if np.isfinite(ce[i : i + span]).any()
+    ]
+    middles = [steps[i : i + span].mean() for i in range(0, len(ce), span) if np.isfinite(ce[i : i + span]).any()]
+    top.plot(middles, means, color="tab:blue", label=f"training, means of {span} steps")
     labels = sorted(tag for tag in curves if tag.startswith("eval/lm/") and tag.endswith("/CE loss"))
     for tag, color in zip(labels, plt.cm.Dark2.colors * len(labels), strict=False):
         x, y = curves[tag]
@@ -981,9 +1073,9 @@ def draw_curves(run_dir: Path) -> Path:
     middle.set(ylabel="learning rate")
     bottom.plot(*curves["optim/total grad norm"], color="tab:gray", lw=0.8)
     bottom.set(ylabel="gradient norm\n(before clipping)", xlabel="step", yscale="log")
-    for i, step in enumerate(skipped):
-        bottom.axvline(step, color="tab:red", lw=0.8, label="skipped step" if i == 0 else None)
     if skipped:
+        height = bottom.get_xaxis_transform()  # 0 to 1 from bottom to top
+        bottom.vlines(skipped, 0, 1, color="tab:red", lw=0.8, transform=height, label=f"{len(skipped)} skipped steps")
         bottom.legend()
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
@@ -1060,6 +1152,7 @@ class Run:
 
     def __init__(self, c: Config, run_dir: Path, data_root: str | None):
         self.c, self.run_dir, self.stop, self.mesh = c, run_dir, Stop(), make_mesh(c)
+        check_compiler_options(c)
         self.rows = local_rows(self.mesh, c)
         self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
         check_vocabulary(self.source.index, c, c.data.index)
@@ -1094,7 +1187,7 @@ class Run:
             self.seen = meta["instances_seen"]
             if init_from is not None:
                 say(f"--init-from {init_from} is not used: {self.run_dir} holds checkpoints of its own")
-            if self.start >= c.run.steps and (self.run_dir / "summary.json").is_file():
+            if self.start >= c.run.steps and on_process_0(self.summarised() == self.start):
                 say(f"already at step {self.start} of {c.run.steps}: nothing to do")
                 return False
             say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
@@ -1157,11 +1250,19 @@ class Run:
         seconds = now - self.finished_at if self.finished_at is not None else None
         self.finished_at = now
         values = step_metrics(m, step, seen, self.c)
-        if seconds is not None:  # the first step compiles and is not timed
+        if seconds is None:  # the first step compiles and is not timed
+            self.timed_from, self.timed_after = now, step
+        else:
             self.seconds_a_step.append(seconds)
+            average = (now - self.timed_from) / (step - self.timed_after)  # with evaluations and saves
+            tokens_a_device = self.tokens_a_step / self.mesh.size
             values |= {
-                "throughput/device/TPS": self.tokens_a_step / seconds / jax.device_count(),
+                "throughput/device/TPS": tokens_a_device / seconds,
+                "throughput/device/TPS (actual avg)": tokens_a_device / average,
                 "throughput/device/BPS": 1 / seconds,
+                "throughput/device/BPS (actual avg)": 1 / average,
+                "throughput/device/flopsPS": tokens_a_device / seconds * flops_per_token(self.c),
+                "throughput/device/flopsPS (actual avg)": tokens_a_device / average * flops_per_token(self.c),
                 "throughput/device/data loading (s)": loading,
                 "throughput/device/data loading (%)": 100 * loading / seconds,
             }
@@ -1185,14 +1286,20 @@ class Run:
 
     def evaluate(self, step: int) -> bool:
         """Held-out loss after `step`; False if a signal cut it short (it is made up for after the restart)."""
+        began = time.perf_counter()
         results = self.held_out(self.params, self.progress.bar is not None, lambda: self.stop.code is not None)
         if results is None:
             return False
-        self.metrics.write(step, evaluation_metrics(results))
+        clock_and_size = {
+            "throughput/in-loop eval time (s)": time.perf_counter() - began,
+            "throughput/in-loop eval batches": len(self.held_out.batches),
+        }
+        self.metrics.write(step, evaluation_metrics(results) | clock_and_size)
         labels = [f"{label} {r['ce']:.4f}" for label, r in results.items() if label != "all"]
         text = f"step {step}: held-out CE {results['all']['ce']:.4f}"
         say(text + (f" ({', '.join(labels)})" if len(labels) > 1 else ""))
-        self.finished_at = time.perf_counter()
+        if self.finished_at is not None:
+            self.finished_at = time.perf_counter()  # the next step's time begins here
         return True
 
     def save(self, step: int) -> None:
@@ -1206,10 +1313,16 @@ class Run:
             "items": ["params", "opt_state", "meta"],
             "data": self.data_identity,
             "config": science_dict(self.c),
+            "checksums": {"params": checksums(self.params), "opt_state": checksums(self.opt_state)},
             "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
         }
         self.checkpoints.save(step, self.params, self.opt_state, meta)
         self.saved = step
+
+    def summarised(self) -> int | None:
+        """The step that summary.json was written at: of a run that was extended since, an earlier one."""
+        path = self.run_dir / "summary.json"
+        return json.loads(path.read_text())["step"] if path.is_file() else None
 
     def summarise(self) -> None:
         """summary.json, the same on standard output, and curves.png."""
@@ -1259,8 +1372,11 @@ def dry_run(c: Config, data_root: str | None) -> None:
     """Check everything that can be checked without computing and print the plan as JSON."""
     mesh = make_mesh(c)
     local = c.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
-    index = data.load_index(c.data.index)
+    check_compiler_options(c)
+    index = data.open_data(c.data, data_root).index  # their sizes, too
     check_vocabulary(index, c, c.data.index)
+    if c.run.eval_index is not None:
+        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
     tokens = c.data.global_batch * c.data.sequence_length
     plan = {
         "parameters": model.parameter_count(c.model),
@@ -1329,16 +1445,14 @@ def main(argv=None) -> int:
                 raise ValueError("--coordinator, --num-processes, --process-id: got some, expected all three")
             jax.distributed.initialize(*several)
         c = load_config(args.config, args.hardware, args.set)
-        run_dir = args.run_dir or f"runs/{c.run.name}"
-        if "://" in run_dir:
-            raise ValueError(f"--run-dir {run_dir}: got a URL, expected a folder; fix: mount the bucket (e.g. gcsfuse)")
+        run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
         if args.init_from is None and args.init_state != "params":
             raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
         if c.hardware.compilation_cache:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
         if args.dry_run:
             return dry_run(c, args.data_root)
-        return train(c, Path(run_dir), args.data_root, args.init_from, args.init_state)
+        return train(c, run_dir, args.data_root, args.init_from, args.init_state)
 
     return run_command("train.py", command)
 

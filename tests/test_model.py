@@ -7,15 +7,13 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,6 +61,7 @@ SEVEN_B = replace(
 )
 BATCH = P(("data", "fsdp"), "context")
 QUICK = {"xla_backend_optimization_level": "0"}  # compiles in half the time; these arrays are tiny
+Z_LOSS = 1e-3  # a hundred times the recipe's, so that an error in it shows
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -82,6 +81,7 @@ def specs(c):
     return {name: t.spec for name, t in model.ledger(c).items()}
 
 
+@cache
 def random_params(c, seed=0):
     """Initial parameters, but with random norm weights: with ones, a norm in the wrong place could pass."""
     rng = np.random.default_rng(seed)
@@ -103,23 +103,24 @@ def random_batch(c, B, S, seed=0, documents=False):
     return {"tokens": tokens, "labels": np.roll(tokens, -1, 1), "loss_mask": mask, "segment_ids": segments}
 
 
+@cache
+def logits_function(c, execution, documents):
+    def body(params, tokens, segments):
+        return model.logits(model.vary(params), model.vary(tokens), model.vary(segments), c, execution)
+
+    in_specs = (specs(c), BATCH, BATCH if documents else None)
+    return on_mesh(body, in_specs, P(("data", "fsdp"), "context", "tensor"))
+
+
 def run_logits(c, params, tokens, execution=DENSE, segments=None):
-    seg_spec = None if segments is None else BATCH
-    body = partial(model.logits, config=c, execution=execution)
-    f = on_mesh(
-        lambda p, t, s: body(model.vary(p), model.vary(t), model.vary(s)),
-        (specs(c), BATCH, seg_spec),
-        P(("data", "fsdp"), "context", "tensor"),
-    )
-    return np.asarray(f(params, tokens, segments))
+    return np.asarray(logits_function(c, execution, segments is not None)(params, tokens, segments))
 
 
-def loss_and_gradients(c, params, batch, execution, z_loss=1e-3, divisor=50.0, shape=(1, 1, 1, 1), check_vma=True):
-    """(sum / divisor, CE of every token, gradients), as the training step takes them."""
-
-    def body(params, batch):
+@cache
+def loss_function(c, execution, shape, check_vma, documents):
+    def body(params, batch, divisor):
         def share(params):
-            total, per_token = model.token_loss(params, batch, z_loss, c, execution)
+            total, per_token = model.token_loss(params, batch, Z_LOSS, c, execution)
             return total / divisor / lax.axis_size("tensor"), per_token.ce_N
 
         params, batch = model.vary(params), model.vary(batch)
@@ -128,9 +129,16 @@ def loss_and_gradients(c, params, batch, execution, z_loss=1e-3, divisor=50.0, s
         ce = lax.psum(ce / lax.axis_size("tensor"), "tensor")
         return lax.psum(loss, model.AXES), ce, model.reduce_gradients(grads, c)
 
-    batch_specs = {k: None if v is None else BATCH for k, v in batch.items()}
-    f = on_mesh(body, (specs(c), batch_specs), (P(), BATCH, specs(c)), shape, check_vma)
-    return jax.tree.map(np.asarray, f(params, batch))
+    batch_specs = dict.fromkeys(("tokens", "labels", "loss_mask"), BATCH) | {
+        "segment_ids": BATCH if documents else None
+    }
+    return on_mesh(body, (specs(c), batch_specs, P()), (P(), BATCH, specs(c)), shape, check_vma)
+
+
+def loss_and_gradients(c, params, batch, execution, divisor=50.0, shape=(1, 1, 1, 1), check_vma=True):
+    """(sum / divisor, CE of every token, gradients), taken as the training step takes them."""
+    f = loss_function(c, execution, shape, check_vma, batch["segment_ids"] is not None)
+    return jax.tree.map(np.asarray, f(params, batch, np.float32(divisor)))
 
 
 def difference(a, b):
@@ -321,7 +329,7 @@ def hf_model(c, params):
             num_key_value_heads=c.n_kv_heads,
             head_dim=c.head_dim,
             sliding_window=c.window,
-            max_position_embeddings=256,
+            max_position_embeddings=128,  # factor x original_length, else it warns
             rms_norm_eps=c.norm_eps,
             layer_types=[kinds[k] for k in c.pattern * (c.n_layers // len(c.pattern))],
             rope_parameters={"sliding_attention": plain, "full_attention": full},
@@ -396,14 +404,14 @@ def test_loss_and_gradients_equal_torch():
     """
     torch = pytest.importorskip("torch")
     c = replace(CONFIG, yarn=YARN_TINY)
-    params, batch, z_loss = random_params(c), random_batch(c, 3, 20), 1e-3
+    params, batch = random_params(c), random_batch(c, 3, 20)
     hf = hf_model(c, params)
     logits = hf(torch.from_numpy(batch["tokens"]).long()).logits.flatten(0, 1)
     labels, mask = (torch.from_numpy(batch[k]).flatten() for k in ("labels", "loss_mask"))
     ce_torch = torch.nn.functional.cross_entropy(logits, labels.long(), reduction="none")
-    (mask * (ce_torch + z_loss * torch.logsumexp(logits, -1) ** 2)).sum().div(50.0).backward()
+    (mask * (ce_torch + Z_LOSS * torch.logsumexp(logits, -1) ** 2)).sum().div(50.0).backward()
 
-    loss, ce, grads = loss_and_gradients(c, params, batch, BLOCKWISE, z_loss, 50.0)
+    loss, ce, grads = loss_and_gradients(c, params, batch, BLOCKWISE)
     assert np.abs(ce.ravel() - ce_torch.detach().numpy()).max() < 1e-5
     theirs = {name: p.grad.numpy() for name, p in hf.named_parameters()}
     for name, (ours, _, _) in HF_TOP.items():
@@ -499,29 +507,36 @@ def test_window_seen_through_attention(name):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 6)), jnp.float32) for _ in range(3))
     where = Where(jnp.arange(12), jnp.arange(12), None, None, 4, 0)
-    jacobian = jax.jacobian(lambda v: model.ATTENTION[name](q, k, v, where, 5).sum((0, 2, 3)))(v)
+    jacobian = jax.jit(
+        jax.jacobian(lambda v: model.ATTENTION[name](q, k, v, where, 5).sum((0, 2, 3))), compiler_options=QUICK
+    )(v)
     seen = np.abs(np.asarray(jacobian)).sum((1, 3, 4)) > 0  # [query, key]
-    np.testing.assert_array_equal(seen, np.asarray(model.visible(*where[:5])))
+    distance = np.subtract.outer(np.arange(12), np.arange(12))
+    np.testing.assert_array_equal(seen, (distance >= 0) & (distance < 4))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    S=st.sampled_from([9, 16, 21]),
-    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
-    window=st.sampled_from([None, 1, 4, 8, 40]),
-    block=st.sampled_from([1, 4, 7, 16, 64]),
-    documents=st.booleans(),
-    earlier=st.sampled_from([0, 0, 3, 11]),
-    known=st.booleans(),
-    seed=st.integers(0, 2**16),
+@pytest.mark.parametrize(
+    "S, heads, window, block, documents, earlier, known",
+    [
+        (16, (4, 4), None, 4, False, 0, True),
+        (21, (4, 2), 8, 4, False, 0, True),
+        (9, (6, 1), None, 7, True, 0, True),
+        (16, (4, 2), 1, 16, True, 0, True),
+        (21, (6, 2), 4, 1, False, 0, True),
+        (16, (4, 2), 40, 64, True, 0, True),
+        (9, (4, 2), 8, 4, True, 7, True),  # a sliding layer with the keys before its shard
+        (16, (6, 3), None, 7, True, 11, False),  # a full layer that does not know where its shard lies
+        (34, (6, 3), None, 2, True, 0, True),  # more blocks than are unrolled: several share a range of keys
+        (35, (4, 4), None, 2, False, 5, False),
+    ],
 )
-def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, known, seed):
+def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, known):
     """Catches key ranges, offsets (`earlier` keys of neighbouring shards), ragged last blocks, grouped heads in the
     wrong order, and masks dropped in either attention: outputs and the gradients of q, k and v agree.
     """
     H, G = heads
     T = S + earlier
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(S + block)
     q, k, v, weight = (
         jnp.asarray(rng.normal(size=(2, n, h, 6)), jnp.float32) for n, h in ((S, H), (T, G), (T, G), (S, H))
     )
@@ -535,13 +550,23 @@ def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, kno
         return jnp.sum(out * weight), out
 
     results = [
-        jax.value_and_grad(partial(value, name), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
         for name in ("dense", "blockwise")
     ]
     ((_, dense), dense_grads), ((_, blockwise), blockwise_grads) = results
     np.testing.assert_allclose(blockwise, dense, atol=3e-6)
     for a, b in zip(blockwise_grads, dense_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_blockwise_memory_grows_with_the_sequence_only():
+    """Catches blocks of scores that XLA holds all at once: 1.8 GB instead of 0.2 GB at 8192, four times that at 16384."""
+    S = 8192
+    where = Where(jnp.arange(S), jnp.arange(S), None, None, None, 0)
+    shape = jax.ShapeDtypeStruct((1, S, 4, 32), jnp.float32)
+    f = jax.grad(lambda q, k, v: jnp.sum(model.blockwise_attention(q, k, v, where, 256) ** 2), (0, 1, 2))
+    compiled = jax.jit(f).lower(shape, shape, shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.4e9
 
 
 @pytest.mark.parametrize("execution", [DENSE, replace(BLOCKWISE, attention_block=5)], ids=["dense", "blockwise"])
@@ -602,7 +627,7 @@ def test_chunked_loss_equals_plain_autodiff():
 
     loss, (dx, dhead) = jax.value_and_grad(plain, argnums=(0, 1))(x, head)
     whole = chunked(CONFIG, x, head, labels, mask, z_loss, N)
-    for chunk in (1, 7, 8, 29, N):
+    for chunk in (1, 7, 8):
         got = chunked(CONFIG, x, head, labels, mask, z_loss, chunk)
         for a, b in zip(got, whole, strict=True):
             assert difference(a, b) < 1e-6, chunk
@@ -633,8 +658,8 @@ def test_everything_masked_is_zero():
 @pytest.mark.parametrize("differentiate", [False, True], ids=["evaluation", "training"])
 def test_no_whole_logits_are_planned(differentiate):
     """Catches fp32 logits [B, S, V] kept whole: 3.3 GB at 1 x 8192 x 100352, and twice that with their gradient."""
-    c = replace(CONFIG, vocab_size=100278, padded_vocab_size=100352, n_layers=2, window=64)
-    run = replace(BLOCKWISE, attention_block=256, loss_chunk=256)
+    c = replace(CONFIG, vocab_size=100278, padded_vocab_size=100352, n_layers=2, window=64, pattern="s")
+    run = replace(BLOCKWISE, attention_block=1024, loss_chunk=256)
 
     def body(params, tokens):
         params, tokens = model.vary((params, tokens))
@@ -688,17 +713,15 @@ def test_long_evaluation_stays_small():
 def test_bfloat16_is_close_to_float32():
     """Catches a norm, RoPE, softmax or loss that loses its fp32, and a dtype that does not fit inside the scan."""
     params, batch = random_params(CONFIG), random_batch(CONFIG, 2, 16)
-    loss, ce, grads = loss_and_gradients(CONFIG, params, batch, BLOCKWISE, z_loss=1e-5)
-    for execution in (DENSE, BLOCKWISE):
-        half = replace(CONFIG, compute_dtype="bfloat16")
-        half_loss, half_ce, half_grads = loss_and_gradients(half, params, batch, execution, z_loss=1e-5)
-        assert half_loss == pytest.approx(loss, rel=5e-3)
-        assert np.abs(half_ce - ce).max() < 0.15
-        assert all(g.dtype == np.float32 for g in half_grads.values())
-        for name in grads:
-            cosine = np.vdot(half_grads[name], grads[name])
-            cosine /= np.linalg.norm(half_grads[name]) * np.linalg.norm(grads[name])
-            assert cosine > 0.995, (name, cosine)
+    loss, ce, grads = loss_and_gradients(CONFIG, params, batch, BLOCKWISE)
+    half = replace(CONFIG, compute_dtype="bfloat16")
+    half_loss, half_ce, half_grads = loss_and_gradients(half, params, batch, BLOCKWISE)
+    assert half_loss != loss and half_loss == pytest.approx(loss, rel=2e-3)
+    assert np.abs(half_ce - ce).max() < 0.06
+    for name, g in half_grads.items():
+        assert g.dtype == np.float32
+        cosine = np.vdot(g, grads[name]) / (np.linalg.norm(g) * np.linalg.norm(grads[name]))
+        assert cosine > 0.998, (name, cosine)
 
 
 def equations(jaxpr):
@@ -722,7 +745,8 @@ def test_gradients_are_reduced_in_the_chosen_dtype(reduce):
         params, batch = model.vary((params, batch | {"segment_ids": None}))
         return jax.grad(lambda p: model.token_loss(p, batch, 1e-5, c, BLOCKWISE)[0])(params)
 
-    f = on_mesh(body, (specs(c), dict.fromkeys(batch, BATCH)), specs(c), (1, 2, 1, 1), check_vma=False)
+    in_specs = (specs(c), dict.fromkeys(batch, BATCH))
+    f = jax.shard_map(body, mesh=make_mesh((1, 2, 1, 1)), in_specs=in_specs, out_specs=specs(c), check_vma=False)
     params = {name: jax.ShapeDtypeStruct(t.shape, jnp.float32) for name, t in model.ledger(c).items()}
     found = list(equations(jax.make_jaxpr(f)(params, batch).jaxpr))
     scatters = [e.invars[0].aval for e in found if e.primitive.name == "reduce_scatter"]
@@ -782,11 +806,12 @@ def test_remat_and_unroll_change_nothing(one_device, remat):
 
 # Adam's eps is large here: with 1e-8 it would blow up rounding where a gradient element is itself of rounding size.
 TINY = [
-    *("model.vocab_size=97", "model.padded_vocab_size=104", "model.n_layers=2", "model.d_model=48", "model.n_heads=4"),
+    *("model.vocab_size=97", "model.padded_vocab_size=104", "model.n_layers=4", "model.d_model=48", "model.n_heads=4"),
     *("model.n_kv_heads=2", "model.head_dim=14", "model.d_ff=80", "model.window=7", "model.pattern=sf"),
     *("model.init_std=0.08", "data.sequence_length=16", "data.global_batch=4", "optim.eps=1e-4", "optim.clip_norm=0.5"),
-    *("attention_block=8", "loss_chunk=13", "microbatch=4", "loss.z_loss=1e-3"),
-    "xla_flags.xla_backend_optimization_level=0",
+    *("optim.peak_lr=1e-3", "optim.weight_decay=0.1", "loss.z_loss=1e-3", "loss.filtered_in_divisor=true"),
+    "schedule=[{until: null, kind: constant, warmup_steps: 0, total_steps: 1, final_fraction: 1.0}]",
+    *("attention_block=8", "loss_chunk=13", "microbatch=4", "xla_flags.xla_backend_optimization_level=0"),
 ]
 
 
@@ -804,14 +829,14 @@ def train_batch(c, seed, filtered=()):
     return batch | {"loss_mask": mask}
 
 
-def run_steps(c, shape=(1, 1, 1, 1), steps=3, filtered=(2,), params=None):
-    """(params, one metrics dict a step) of the compiled training step, as numpy."""
+def run_steps(c, shape=(1, 1, 1, 1), steps=3, filtered=(2,)):
+    """(params, one metrics dict a step) of the compiled training step, as numpy; starts from random_params."""
     mesh = make_mesh(shape)
     step = train.compile_train_step(c, mesh)
-    initial, state = train.init_state(c, mesh)
-    if params is not None:
-        initial = jax.device_put(params, train.shardings(mesh, train.param_specs(c)))
-    params, log = initial, []
+    params = random_params(c.model)
+    state = (params, train.optimizer(c).init(jax.tree.map(jnp.asarray, params)))
+    params, state = jax.device_put(state, train.shardings(mesh, train.state_specs(c)))
+    log = []
     for k in range(1, steps + 1):
         batch = train.to_device(train_batch(c, k, filtered), np.arange(c.data.global_batch), mesh, c)
         params, state, metrics = step(params, state, batch, jnp.int32(k))
@@ -839,7 +864,7 @@ def test_accumulation_changes_nothing(reference_run, size):
     assert_same_run(run_steps(tiny(f"microbatch={size}")), reference_run)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1, 1), (4, 1, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2)])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 1), (2, 1, 1, 2)])
 def test_devices_change_nothing(reference_run, shape):
     """Catches an effective learning rate times the number of devices, a gradient norm that is local or counts
     replicated tensors several times, and NaN from the device whose only instance is filtered.
@@ -856,9 +881,9 @@ def test_step_metrics_against_plain_sums():
         params = random_params(c.model)
         batch = train_batch(c, 1, filtered=(0, 3))
         loss, ce, grads = loss_and_gradients(
-            c.model, params, {k: v for k, v in batch.items() if k != "filtered"}, DENSE, c.loss.z_loss, divisor
+            c.model, params, {k: v for k, v in batch.items() if k != "filtered"}, DENSE, divisor
         )
-        _, (metrics,) = run_steps(c, steps=1, filtered=(0, 3), params=params)
+        _, (metrics,) = run_steps(c, steps=1, filtered=(0, 3))
         assert (metrics["labels"], metrics["filtered"]) == (30, 2)
         assert metrics["ce"] == pytest.approx(ce[batch["loss_mask"]].sum() / divisor, rel=1e-5)
         total = metrics["ce"] + c.loss.z_loss * metrics["z_unscaled"]
@@ -867,15 +892,13 @@ def test_step_metrics_against_plain_sums():
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("flag", ["true", "false"])
-def test_everything_filtered(flag):
+def test_everything_filtered():
     """Catches 0/0: a batch whose instances are all filtered has loss 0, zero gradients and no NaN; the parameters
     move by weight decay alone.
     """
-    c = tiny(f"loss.filtered_in_divisor={flag}", "schedule=[{until: null, kind: constant, warmup_steps: 0, "
-             "total_steps: 1, final_fraction: 1.0}]", "optim.peak_lr=0.1")  # fmt: skip
+    c = tiny("loss.filtered_in_divisor=false", "optim.peak_lr=0.1")
     start = random_params(c.model)
-    params, (metrics,) = run_steps(c, steps=1, filtered=(0, 1, 2, 3), params=start)
+    params, (metrics,) = run_steps(c, steps=1, filtered=(0, 1, 2, 3))
     assert metrics["ce"] == 0 and metrics["z_unscaled"] == 0 and metrics["grad_norm"] == 0
     assert metrics["labels"] == 0 and metrics["filtered"] == 4 and metrics["first_nonfinite_gradient"] == -1
     for name, t in model.ledger(c.model).items():
@@ -884,7 +907,7 @@ def test_everything_filtered(flag):
 
 def test_token_mean_of_unequal_micro_batches():
     """Catches the mean of means: 100 tokens at loss 1.0 and 10 at loss 3.0 are 130/110 = 1.181818, not 2.0."""
-    c = tiny("data.sequence_length=110", "data.global_batch=2", "microbatch=1", "model.padded_vocab_size=97")
+    c = tiny("data.sequence_length=110", "data.global_batch=2", "microbatch=1")
     D, V = c.model.d_model, c.model.vocab_size
     params = {name: np.zeros(t.shape, np.float32) for name, t in model.ledger(c.model).items()}
     params["final_norm"][:] = 1
@@ -900,7 +923,7 @@ def test_token_mean_of_unequal_micro_batches():
 
     results = []
     for size in (1, 2):
-        body = partial(train.gradients, c=c, run=BLOCKWISE, size=size)
+        body = partial(train.gradients, c=c, run=DENSE, size=size)
         f = on_mesh(
             lambda p, b, body=body: (lambda g, s: (g, lax.psum(s, model.AXES)))(*body(p, b, jnp.float32(110))),
             (specs(c.model), {k: None if v is None else BATCH for k, v in batch.items()}),

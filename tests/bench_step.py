@@ -1,0 +1,161 @@
+"""Time one training step (forward, backward, clip, AdamW) against transformers' Olmo3ForCausalLM + torch on this CPU.
+
+    python tests/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--set attention_block=256 ...]
+
+Two models: the quick start's, read from configs/, and one of 12.6 million parameters (d256 L8 H8 F1024 V8192 S1024,
+window 256, batch 4). Both sides do the same work in fp32: the same random tokens, the loss over every label, clipping
+by the global norm, AdamW; torch with SDPA attention, no dropout, and fused AdamW where this torch has it for the CPU.
+They take turns, round by round, so that a busy machine slows both. Prints a table and, last, one line of JSON.
+Needs requirements-dev.txt.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+import model
+import train
+
+MODELS = {  # --set overrides of configs/quickstart.yaml
+    "quickstart": [],
+    "d256": [
+        *("model.vocab_size=8192", "model.padded_vocab_size=8192", "model.n_layers=8", "model.d_model=256"),
+        *("model.n_heads=8", "model.n_kv_heads=8", "model.head_dim=32", "model.d_ff=1024", "model.window=256"),
+        *("data.sequence_length=1024", "data.global_batch=4"),
+    ],
+}
+
+
+def our_step(c: train.Config, tokens: np.ndarray):
+    """A function that takes one step with the compiled training step and returns the loss once it is done."""
+    mesh = train.make_mesh(c)
+    step = train.compile_train_step(c, mesh)
+    state = list(train.init_state(c, mesh))
+    B, S = tokens.shape
+    labels = np.roll(tokens, -1, axis=1)
+    mask = np.ones((B, S), bool)
+    mask[:, -1] = False
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "segment_ids": np.zeros_like(tokens)}
+    batch = train.to_device(batch | {"filtered": np.zeros(B, bool)}, np.arange(B), mesh, c)
+    count = 0
+
+    def one() -> float:
+        nonlocal count
+        count += 1
+        *state[:], metrics = step(*state, batch, jnp.int32(count))
+        jax.block_until_ready(state)
+        return float(metrics["ce"])
+
+    return one
+
+
+def torch_step(c: train.Config, tokens: np.ndarray):
+    """The same with transformers and torch. Their labels are shifted inside the model."""
+    m = c.model
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    config = transformers.Olmo3Config(
+        vocab_size=m.vocab_size,
+        hidden_size=m.d_model,
+        intermediate_size=m.d_ff,
+        num_hidden_layers=m.n_layers,
+        num_attention_heads=m.n_heads,
+        num_key_value_heads=m.n_kv_heads,
+        head_dim=m.head_dim,
+        sliding_window=m.window,
+        max_position_embeddings=c.data.sequence_length,
+        rms_norm_eps=m.norm_eps,
+        layer_types=[kinds[k] for k in m.pattern * (m.n_layers // len(m.pattern))],
+        tie_word_embeddings=False,
+        use_cache=False,
+        pad_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    net = transformers.Olmo3ForCausalLM(config).train()
+    ours = model.parameter_count(m, padded=False)
+    if sum(p.numel() for p in net.parameters()) != ours:
+        raise RuntimeError(f"parameters: got {sum(p.numel() for p in net.parameters())} in torch, expected {ours}")
+    o, lr = c.optim, train.optim.learning_rate(c.optim, c.schedule, 1)
+    options = dict(lr=float(lr), betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+    try:
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True, **options)
+    except RuntimeError:
+        optimizer = torch.optim.AdamW(net.parameters(), **options)
+    ids = torch.from_numpy(tokens).long()
+
+    def one() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), o.clip_norm)
+        optimizer.step()
+        return loss.item()
+
+    return one
+
+
+def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
+    """Tokens/s of both, in turns; the ratio is ours / theirs, so more than 1 means that ours is faster."""
+    c = train.load_config("quickstart.yaml", "cpu", MODELS[name] + overrides)
+    shape = (c.data.global_batch, c.data.sequence_length)
+    tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape).astype(np.int32)
+    contestants = {"ours": our_step(c, tokens), "torch": torch_step(c, tokens)}
+    first_losses = {who: [one() for _ in range(2)][0] for who, one in contestants.items()}  # compilation, warm-up
+    speeds = {who: [] for who in contestants}
+    for _ in range(rounds):
+        for who, one in contestants.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                one()
+            speeds[who].append(tokens.size * steps / (time.perf_counter() - start))
+    ratios = [a / b for a, b in zip(speeds["ours"], speeds["torch"], strict=True)]
+    median = {who: statistics.median(s) for who, s in speeds.items()}
+    return {
+        "model": name,
+        "parameters": model.parameter_count(c.model),
+        "batch": shape,
+        "first_loss": first_losses,
+        "tokens_per_second": {who: round(s) for who, s in median.items()},
+        "ratio": round(median["ours"] / median["torch"], 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+        "settings": {key: getattr(c.hardware, key) for key in ("microbatch", "attention_block", "loss_chunk")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each side in a round")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    args = parser.parse_args()
+    results = []
+    print(f"{'model':<12}{'ours tok/s':>12}{'torch tok/s':>13}{'ratio':>8}{'min':>8}{'max':>8}")
+    for name in args.model:
+        r = compare(name, args.set, args.rounds, args.steps)
+        speed = r["tokens_per_second"]
+        print(
+            f"{name:<12}{speed['ours']:>12}{speed['torch']:>13}{r['ratio']:>8}{r['ratio_min']:>8}{r['ratio_max']:>8}",
+            flush=True,
+        )
+        results.append(r)
+    versions = {"jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"results": results, "cores": os.cpu_count(), "versions": versions}))
+
+
+if __name__ == "__main__":
+    main()

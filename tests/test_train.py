@@ -1,0 +1,1063 @@
+"""train.py: resume to the bit, signals, damaged checkpoints, identity, strict configs, and maths that no mesh changes.
+
+What a process does (kill -9, SIGTERM, exit codes) is tried on real processes. They run HOOKED, a script that is
+`train.py` and sends itself a signal at an exact place, so that no test depends on how fast the machine is.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import shlex
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+import data
+import model
+import train
+
+REPO = train.HERE
+SEQUENCE, VOCABULARY, BATCH, STEPS = 32, 97, 8, 16
+
+# ------------------------------------------------------------------------------------------------ corpus and configs
+
+
+def write_corpus(root: Path, split: str, instances: dict[str, int], seed: int) -> str:
+    """Token files that can be learnt (next = 3 x + noise) and their index; returns the index's path."""
+    rng, files = np.random.default_rng(seed), []
+    for label, n in instances.items():
+        tokens = np.ones(n * SEQUENCE + 5, np.uint32)
+        for i in range(1, len(tokens)):
+            tokens[i] = (3 * tokens[i - 1] + rng.integers(3)) % VOCABULARY
+        path = root / split / label / "part-00000.npy"
+        path.parent.mkdir(parents=True)
+        tokens.tofile(path)
+        files.append((label, path))
+    index = data.build_index(files, root, SEQUENCE, tokenizer="none", vocab_size=VOCABULARY, eos_id=0)
+    data.write_index(index, root / f"{split}.json")
+    return str(root / f"{split}.json")
+
+
+def tiny_config(root: Path) -> dict:
+    """An OLMo-3-shaped model small enough to compile in seconds; dimensions that could be swapped differ."""
+    return {
+        "model": {
+            "vocab_size": VOCABULARY, "padded_vocab_size": 128, "mask_padded_vocab": True, "n_layers": 4,
+            "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "head_dim": 12, "d_ff": 40, "window": 8, "pattern": "sssf",
+            "rope_theta": 500000.0, "yarn": None, "norm_eps": 1e-6, "init_std": 0.02, "compute_dtype": "float32",
+            "grad_reduce_dtype": "float32",
+        },
+        "data": {
+            "index": str(root / "train.json"), "order": "olmo_core", "seed": 34521, "sequence_length": SEQUENCE,
+            "global_batch": BATCH, "repetition_filter": True, "mask_token": None, "document_mask": False,
+        },
+        "optim": {
+            "peak_lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0,
+            "skip_window": 8, "skip_sigma": 6.0, "max_nonfinite_steps": 3,
+        },
+        "schedule": [
+            {"until": None, "kind": "cosine", "warmup_steps": 4, "total_steps": 40, "final_fraction": 0.1},
+        ],
+        "loss": {"z_loss": 1e-5, "filtered_in_divisor": True},
+        "run": {
+            "name": "tiny", "steps": STEPS, "seed": 0, "checkpoint_every": 4, "keep_checkpoints": None,
+            "log_every": 4, "eval_index": str(root / "heldout.json"), "eval_every": 6, "eval_batches": None,
+        },
+    }  # fmt: skip
+
+
+class House:
+    """A corpus, a config and the ways to start train.py on them."""
+
+    def __init__(self, root: Path):
+        self.root, self.cache = root, root / "xla"
+        write_corpus(root, "train", {"web": 100, "code": 61}, seed=1)
+        write_corpus(root, "heldout", {"web": 9, "code": 6}, seed=2)
+        self.config = root / "tiny.yaml"
+        self.config.write_text(yaml.safe_dump(tiny_config(root)))
+        self.hooked = root / "hooked.py"
+        self.hooked.write_text(HOOKED)
+
+    def argv(self, run_dir: Path, *overrides: str, extra=()) -> list[str]:
+        sets = (f"compilation_cache={self.cache}", *overrides)
+        argv = ["--config", str(self.config), "--hardware", "cpu", "--run-dir", str(run_dir), *extra]
+        return argv + [word for s in sets for word in ("--set", s)]
+
+    def start(self, run_dir: Path, *overrides: str, hook=(), devices=1, extra=()) -> subprocess.Popen:
+        """A process that trains; `hook` = (place, number, signal, ...)."""
+        env = os.environ | {
+            "PYTHONPATH": str(REPO),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "HOOK": json.dumps([*hook]),
+        }
+        script = self.hooked if hook else REPO / "train.py"
+        command = [sys.executable, str(script), *self.argv(run_dir, *overrides, extra=extra)]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, run_dir: Path, *overrides: str, expect: int = 0, **how) -> tuple[str, str]:
+        """(stdout, stderr) of a process that has to end with the exit code `expect`."""
+        process = self.start(run_dir, *overrides, **how)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == expect, err
+        assert "Traceback" not in err
+        return out, err
+
+
+# train.py that sends itself signals at an exact place: (place, number, signal, ...).
+HOOKED = """
+import json, os, sys
+import train
+
+place, number, *signals = json.loads(os.environ["HOOK"])
+calls = 0
+
+
+def here(where, n):
+    if where == place and n == number:
+        for s in signals:
+            os.kill(os.getpid(), s)
+
+
+compile_train_step, save = train.compile_train_step, train.Checkpoints.save
+
+
+def compile_hooked(c, mesh):
+    step_fn = compile_train_step(c, mesh)
+
+    def run_step(params, opt_state, batch, step):
+        here("step", int(step))
+        return step_fn(params, opt_state, batch, step)
+
+    return run_step
+
+
+def save_hooked(self, step, *args):
+    save(self, step, *args)
+    here("save", step)  # it goes on in the background
+
+
+class HeldOut(train.HeldOut):
+    def __init__(self, *args):
+        super().__init__(*args)
+        step = self.step
+
+        def run_step(*args):
+            global calls
+            calls += 1
+            here("evaluation batch", calls)
+            return step(*args)
+
+        self.step = run_step
+
+
+train.compile_train_step, train.Checkpoints.save, train.HeldOut = compile_hooked, save_hooked, HeldOut
+if __name__ == "__main__":
+    sys.exit(train.main())
+"""
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory) -> House:
+    return House(tmp_path_factory.mktemp("house"))
+
+
+@pytest.fixture(scope="session")
+def straight(house) -> Path:
+    """The run that nothing disturbs."""
+    run_dir = house.root / "straight"
+    house.run(run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def main(house, monkeypatch):
+    """train.main in this process, on one device: main(run_dir, *overrides) -> exit code."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # make_mesh takes the first of conftest's eight
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    keep = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in keep}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+    def call(run_dir: Path, *overrides: str, extra=()) -> int:
+        return train.main(house.argv(run_dir, *overrides, extra=extra))
+
+    yield call
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def steps_in(run_dir: Path) -> set[str]:
+    return {p.name for p in (run_dir / "checkpoints").iterdir()}
+
+
+def restore(run_dir: Path, step: int = STEPS, items=("params", "opt_state")) -> dict[str, np.ndarray]:
+    """Leaves of a checkpoint as numpy arrays, by path, read without train.py."""
+    leaves = {}
+    for item in items:
+        folder = run_dir / "checkpoints" / str(step) / item
+        handler = ocp.PyTreeCheckpointHandler()
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
+        with ocp.Checkpointer(handler) as checkpointer:
+            tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=args))
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            leaves[item + jax.tree_util.keystr(path)] = np.asarray(x)
+    return leaves
+
+
+def rows(run_dir: Path) -> list[dict]:
+    """metrics.jsonl without what a clock decides; strict JSON."""
+
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    parsed = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in parsed]
+
+
+CLOCK = ("throughput/device/", "throughput/in-loop eval time")
+
+
+def assert_same_checkpoint(a: Path, b: Path, step: int = STEPS) -> None:
+    left, right = restore(a, step), restore(b, step)
+    assert left.keys() == right.keys() and len(left) > 30
+    for name in left:
+        assert left[name].dtype == right[name].dtype
+        assert left[name].tobytes() == right[name].tobytes(), name
+
+
+def board(run_dir: Path) -> dict[str, list[int]]:
+    """tag -> steps, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def assert_same_run(run_dir: Path, straight: Path) -> None:
+    """Bit for bit: every logged number, the final state, and TensorBoard with each step once."""
+    for got, expected in zip(rows(run_dir), rows(straight), strict=True):
+        assert json.dumps(got) == json.dumps(expected)
+    assert_same_checkpoint(run_dir, straight)
+    shown = board(run_dir)
+    assert shown["train/CE loss"] == list(range(1, STEPS + 1))
+    assert shown["eval/lm/all/CE loss"] == shown["eval/lm/web/CE loss"] == [6, 12, STEPS]
+
+
+# ------------------------------------------------------------------------------------------------------------ resume
+
+
+def test_straight_run(straight):
+    """Case 1: names that are one off; a step or evaluation that is logged twice or not at all; a summary that lies."""
+    assert steps_in(straight) == {"4", "8", "12", "16"}
+    got = rows(straight)
+    assert [r["step"] for r in got if "train/CE loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in got if train.is_evaluation(r)] == [6, 12, STEPS]
+    for step in (4, 16):
+        meta = train.read_meta(straight / "checkpoints" / str(step))
+        assert (meta["step"], meta["instances_seen"]) == (step, step * BATCH)
+        assert restore(straight, step)["opt_state['count']"] == step
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["step"] == STEPS and summary["tokens"] == STEPS * BATCH * SEQUENCE
+    assert summary["ce"] == got[-2]["train/CE loss"] and summary["heldout_ce"] == got[-1]["eval/lm/all/CE loss"]
+    assert got[-2]["train/CE loss"] < got[0]["train/CE loss"] - 0.1  # and it learns
+    shown = board(straight)
+    assert shown["optim/LR (group 0)"] == list(range(1, STEPS + 1))
+    assert shown["eval/lm/all/PPL"] == [6, 12, STEPS]
+
+
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    [
+        (0, [("step", 3), ("save", 8)]),
+        (3, [("save", 4), ("evaluation batch", 3)]),
+    ],
+)
+def test_killed_run_continues_to_the_bit(house, straight, tmp_path, workers, kills):
+    """Law 2: anything that a kill -9 loses or doubles: data position, moments, window, metrics lines, TensorBoard."""
+    for place, number in kills:
+        process = house.start(tmp_path, f"loader_workers={workers}", hook=(place, number, signal.SIGKILL))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, err
+    house.run(tmp_path, f"loader_workers={workers}")
+    assert_same_run(tmp_path, straight)
+    assert steps_in(tmp_path) == {"4", "8", "12", "16"}  # and no half of a save is left
+
+
+def test_signals_save_the_last_finished_step(house, straight, tmp_path):
+    """Case 111: a signal during the first compile, an evaluation or the loop, or a second one, that is not heeded,
+    saves nothing, or leaves out the evaluation that it cut short. One loader worker beside."""
+    term, interrupt = signal.SIGTERM, signal.SIGINT
+    plan = [
+        (("step", 1, term), 143, {"1"}),  # before the first step is compiled
+        (("step", 5, term, term), 143, {"1", "4", "5"}),
+        (("evaluation batch", 1, term), 143, {"1", "4", "5", "6"}),  # of two batches
+        (("step", 9, interrupt), 130, {"1", "4", "5", "6", "8", "9"}),
+    ]
+    for hook, code, saved in plan:
+        _, err = house.run(tmp_path, "loader_workers=1", hook=hook, expect=code)
+        newest = max(map(int, saved))
+        assert steps_in(tmp_path) == saved, err
+        assert f"step {newest} is saved in" in err
+        assert "held-out" not in err if newest <= 6 else "step 6: held-out CE" in err
+    house.run(tmp_path, "loader_workers=1")
+    assert_same_run(tmp_path, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_kills_at_random_moments(house, straight, tmp_path, workers):
+    """Law 2 where nobody thought of it: start-up, restore, the middle of a save, the summary."""
+    rng, kills, deadline = np.random.default_rng(workers), 0, time.monotonic() + 240
+    while time.monotonic() < deadline and kills < 8:
+        process = house.start(tmp_path, f"loader_workers={workers}")
+        before = newest_row(tmp_path)
+        while process.poll() is None and newest_row(tmp_path) == before:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        if process.returncode == 0:
+            break
+    assert kills > 1
+    house.run(tmp_path, f"loader_workers={workers}")
+    assert_same_run(tmp_path, straight)
+
+
+def newest_row(run_dir: Path) -> str:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text()[-400:] if path.exists() else ""
+
+
+def snapshot(folder: Path) -> dict[str, tuple]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_complete_run_is_left_alone(main, straight, tmp_path, capsys):
+    """Case 17: a launcher that starts a finished run again must get exit 0 and the summary, and not one new file."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    before = snapshot(run_dir)
+    capsys.readouterr()
+    assert main(run_dir) == 0
+    out, err = capsys.readouterr()
+    assert f"already at step {STEPS} of {STEPS}" in err
+    assert json.loads(out)["step"] == STEPS
+    assert snapshot(run_dir) == before
+
+
+def test_killed_between_last_save_and_summary(main, straight, tmp_path, capsys):
+    """A run that was extended, and killed after its last save, printing the summary of the shorter run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    stale = json.loads((run_dir / "summary.json").read_text()) | {"step": 12, "ce": 99.0}
+    (run_dir / "summary.json").write_text(json.dumps(stale))
+    assert main(run_dir) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["step"], summary["ce"]) == (STEPS, rows(straight)[-2]["train/CE loss"])
+    assert rows(run_dir) == rows(straight)  # evaluated already: not again
+
+
+def test_extended_run_keeps_its_curve(main, straight, tmp_path, capsys):
+    """Case 47: run.steps that stretches the learning rate; a changed schedule that is not announced."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    assert main(run_dir, "run.steps=20") == 0
+    assert "run.steps changes from 16 to 20" in capsys.readouterr().err
+    assert main(run_dir, "run.steps=22", "schedule.0.total_steps=60") == 0
+    assert "schedule.0.total_steps changes from 40 to 60" in capsys.readouterr().err
+    got = [r["optim/LR (group 0)"] for r in rows(run_dir) if "train/CE loss" in r]
+    old, new = [schedule_of(total) for total in (40, 60)]
+    assert got[:20] == pytest.approx([old(s) for s in range(1, 21)], rel=1e-6)
+    assert got[20:] == pytest.approx([new(s) for s in (21, 22)], rel=1e-6)
+
+
+def schedule_of(total: int):
+    """Learning rate of the tiny recipe, written out: 4 steps up from 0 to 1e-2, then a cosine to 1e-3."""
+    return lambda s: 1e-2 * s / 4 if s < 4 else 1e-3 + 9e-3 * (1 + np.cos(np.pi * (s - 4) / (total - 4))) / 2
+
+
+def test_logged_learning_rate_is_the_applied_one(house, straight, monkeypatch):
+    """Case 45: a first update at rate 0, or a logged rate that is one step off the one used. With fresh moments Adam's
+    first update is -lr * sign(gradient), so the rate can be read off a parameter without decay."""
+    got = [r["optim/LR (group 0)"] for r in rows(straight) if "train/CE loss" in r]
+    assert got == pytest.approx([schedule_of(40)(s) for s in range(1, STEPS + 1)], rel=1e-6)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    before, after, m = one_step(train.load_config(str(house.config), "cpu", []), steps=1)
+    moved = np.abs(after["embed"] - before["embed"]).max()  # no decay on embeddings
+    assert float(m["lr"]) == got[0] == pytest.approx(1e-2 / 4)
+    assert moved == pytest.approx(1e-2 / 4, rel=1e-3)
+
+
+def test_metric_names_are_those_of_the_dashboard(straight):
+    """A curve that cannot be laid over Ai2's because its tag is spelt otherwise (facts: OLMo-core's callbacks)."""
+    tags = set(board(straight))
+    for name in (
+        "train/CE loss", "train/PPL", "train/Z loss", "train/Z loss unscaled", "train/masked labels (%)",
+        "train/masked instances (%)", "optim/total grad norm", "optim/LR (group 0)", "optim/LR (group 1)",
+        "optim/step skipped", "optim/step_skipped", "throughput/total tokens", "perf/total_tokens",
+        "throughput/device/TPS", "throughput/device/BPS", "throughput/device/data loading (s)",
+        "throughput/device/data loading (%)", "throughput/device/TPS (actual avg)", "throughput/device/flopsPS",
+        "throughput/device/BPS (actual avg)", "throughput/device/flopsPS (actual avg)", "throughput/total petaflops",
+        "throughput/chinchilla multiple", "throughput/in-loop eval time (s)", "throughput/in-loop eval batches",
+        "eval/lm/web/CE loss", "eval/lm/code/PPL",
+    ):  # fmt: skip
+        assert name in tags
+    first = rows(straight)[0]
+    assert first["train/Z loss"] == pytest.approx(1e-5 * first["train/Z loss unscaled"])
+    assert first["train/PPL"] == pytest.approx(np.exp(first["train/CE loss"]))
+    c = train.load_config("stage1", "cpu", [])
+    assert train.flops_per_token(c) == pytest.approx(4.9377e10, rel=1e-5)  # OLMo-core's number for the 7B at 8192
+    assert first["train/masked labels (%)"] == pytest.approx(1 / SEQUENCE)  # a proportion, as in OLMo-core
+
+
+# ------------------------------------------------------------------------------------------------ damaged checkpoints
+
+
+def largest(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+DAMAGE = {
+    "empty directory": (lambda s: (shutil.rmtree(s), s.mkdir()), "meta"),
+    "no meta": (lambda s: shutil.rmtree(s / "meta"), "meta"),
+    "no params": (lambda s: shutil.rmtree(s / "params"), "params"),
+    "no opt_state": (lambda s: shutil.rmtree(s / "opt_state"), "opt_state"),
+    "flipped bit in the position": (
+        lambda s: replace_text(s / "meta" / "metadata", '"instances_seen": 128', '"instances_seen": 120'),
+        "meta",
+    ),
+    "truncated meta": (lambda s: truncate(s / "meta" / "metadata"), "meta"),
+    "truncated params": (lambda s: truncate(largest(s / "params")), ""),
+    "truncated opt_state": (lambda s: truncate(largest(s / "opt_state")), ""),
+    "flipped bit in opt_state": (lambda s: flip(largest(s / "opt_state")), ""),
+    "params without their tree": (lambda s: (s / "params" / "_METADATA").unlink(), "params"),
+    "params with half a tree": (lambda s: truncate(s / "params" / "_METADATA"), "params"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves its other reads behind
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoint_is_set_aside(main, straight, tmp_path, capsys, kind):
+    """Case 7, Orbax's "latest": a step that cannot be read which stops the run, is read in part, or is deleted."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    damage, named = DAMAGE[kind]
+    newest = run_dir / "checkpoints" / "16"
+    damage(newest)
+    files = sorted(p.name for p in newest.rglob("*"))
+    assert main(run_dir) == 0
+    err = capsys.readouterr().err
+    assert f"checkpoint {newest} is damaged" in err and named in err
+    assert f"resuming from {run_dir / 'checkpoints' / '12'}: {12 * BATCH} instances" in err
+    assert steps_in(run_dir) == {"4", "8", "12", "16", "16.damaged"}
+    assert sorted(p.name for p in (run_dir / "checkpoints" / "16.damaged").rglob("*")) == files
+    assert [json.dumps(r) for r in rows(run_dir)] == [json.dumps(r) for r in rows(straight)]
+    assert_same_checkpoint(run_dir, straight)
+
+
+def test_directory_that_was_never_saved_is_set_aside(main, straight, tmp_path, capsys):
+    """Orbax takes an empty directory "18" for the newest step, and then refuses to save step 17."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    (run_dir / "checkpoints" / "18").mkdir()
+    assert main(run_dir, "run.steps=17") == 0
+    assert "checkpoints/18 is damaged" in capsys.readouterr().err
+    assert steps_in(run_dir) == {"4", "8", "12", "16", "17", "18.damaged"}
+
+
+def test_only_damaged_checkpoints(house, straight, tmp_path):
+    """A run of weeks that starts from zero because its checkpoints cannot be read."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    for step in ("4", "8", "12", "16"):
+        truncate(largest(run_dir / "checkpoints" / step / "params"))
+    for _ in range(2):  # the second start sees no step at all, and must not start from zero either
+        out, err = house.run(run_dir, expect=1)
+        assert "no usable checkpoint is left" in err and "16.damaged" in err and out == ""
+        assert steps_in(run_dir) == {"4.damaged", "8.damaged", "12.damaged", "16.damaged"}
+        assert rows(run_dir) == rows(straight)
+
+
+def test_orbax_refusing_to_save_is_an_error(house, tmp_path):
+    """Case 25: save() returns False below the newest step; hours without checkpoints."""
+    checkpoints = train.Checkpoints(tmp_path / "checkpoints", None)
+    c = train.load_config(str(house.config), "cpu", [])
+    params = model.init_params(c.model, 0)
+    opt_state = train.optimizer(c).init(params)
+    checkpoints.save(20, params, opt_state, {})
+    checkpoints.wait()
+    with pytest.raises(train.RunFailed, match="checkpoints/10: Orbax refused to save, newest step there: 20"):
+        checkpoints.save(10, params, opt_state, {})
+    checkpoints.close()
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("item", ["params", "opt_state"])
+def test_other_dtype_is_refused(main, straight, tmp_path, capsys, item):
+    """Case 23: Orbax casts to what it is asked for without a word: bf16 weights, moments that lost their digits."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    folder = run_dir / "checkpoints" / "16" / item
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(folder)
+        changed = tree if item == "params" else tree["nu"]
+        changed["wq"] = changed["wq"].astype(jnp.bfloat16)
+        shutil.rmtree(folder)
+        checkpointer.save(folder, tree)
+    capsys.readouterr()
+    assert main(run_dir, "run.steps=18") == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "wq" in err and "bfloat16" in err and "float32" in err and str(folder) in err
+    assert steps_in(run_dir) == {"4", "8", "12", "16"}
+
+
+# ----------------------------------------------------------------------------------------------------------- identity
+
+
+def test_other_data_is_refused(main, straight, tmp_path, capsys):
+    """A run that goes on with other tokens, another order or another model under the same name."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", "train", {"web": 100, "code": 61}, seed=7)
+    before = snapshot(run_dir)
+    for override, named in (
+        (f"data.index={other}", "data.fingerprint: got sha256:"),
+        ("data.order=feistel", "data.order: got feistel, expected olmo_core"),
+        ("data.seed=1", "data.seed: got 1, expected 34521"),
+        ("model.d_ff=48", "model.d_ff: got 48, expected 40"),
+        ("model.n_layers=8", "model.n_layers: got 8, expected 4"),
+        ("model.window=16", "model.window: got 16, expected 8"),
+    ):
+        assert main(run_dir, "run.steps=20", override) == 2
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert named in err and "checkpoints/16" in err, err
+    assert snapshot(run_dir) == before
+
+
+def instances_of(monkeypatch, call) -> list[list[int]]:
+    """The instances that each step of `call()` trains on, as the loop hands them to the device. No evaluation."""
+    seen, to_device = [], train.to_device
+
+    def spy(batch, rows, mesh, c):
+        seen.append(batch["instance"].tolist())
+        return to_device(batch, rows, mesh, c)
+
+    with monkeypatch.context() as m:
+        m.setattr(train, "to_device", spy)
+        assert call() == 0
+    return seen
+
+
+def test_global_batch_changes_in_the_first_epoch(main, tmp_path, capsys, monkeypatch):
+    """Case 13: a position counted in batches points elsewhere when the batch grows. Later: test_epoch_boundary."""
+    no_evaluation = "run.eval_index=null"
+    assert main(tmp_path, "data.global_batch=4", "run.steps=4", no_evaluation) == 0
+    ids = instances_of(monkeypatch, lambda: main(tmp_path, "data.global_batch=8", "run.steps=7", no_evaluation))
+    assert "data.global_batch changes from 4 to 8; the position stays at instance 16" in capsys.readouterr().err
+    order = data.olmo_core_permutation(161, 34521, 1)
+    assert np.concatenate(ids).tolist() == order[16:40].tolist()
+    assert train.read_meta(tmp_path / "checkpoints" / "7")["instances_seen"] == 40
+
+
+def test_epoch_boundary(main, tmp_path, capsys, monkeypatch):
+    """Case 3: a resume at the end of an epoch that repeats it, skips the next, or shuffles from history. Case 13: the
+    same position means other instances in later epochs once the batch changes."""
+    overrides = ("data.global_batch=40", "run.eval_index=null", "microbatch=40")  # 161 instances: 4 batches, 1 dropped
+
+    def part(steps):
+        ids = instances_of(monkeypatch, lambda: main(tmp_path, f"run.steps={steps}", *overrides))
+        return [np.concatenate(ids)]
+
+    epochs = part(4) + part(8) + part(12)
+    for number, epoch in enumerate(epochs, start=1):
+        assert epoch.tolist() == data.olmo_core_permutation(161, 34521, number)[:160].tolist()
+        assert len(set(epoch.tolist())) == 160
+    assert steps_in(tmp_path) == {"4", "8", "12"}
+    assert len(rows(tmp_path)) == 12
+    capsys.readouterr()
+    assert main(tmp_path, "data.global_batch=8", "run.steps=13", "run.eval_index=null") == 2
+    assert "data.global_batch: got 8, expected 40: it can change in the first epoch only" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------- non-finite steps, spikes
+
+
+def with_step(monkeypatch, change):
+    """compile_train_step whose step calls change(step, params, batch, opt_state) -> (params, batch) first."""
+    compile_train_step = train.compile_train_step
+
+    def compile_changed(c, mesh):
+        step_fn = compile_train_step(c, mesh)
+        return lambda params, state, batch, step: step_fn(*change(int(step), params, state, batch), step)
+
+    monkeypatch.setattr(train, "compile_train_step", compile_changed)
+
+
+def test_diverged_run_ends_before_it_writes_nan(main, tmp_path, capsys, monkeypatch):
+    """Cases 39, 41: one NaN gradient that destroys every weight; a run that goes on, or writes NaN, for ever."""
+
+    def break_from_7(step, params, state, batch):
+        if step >= 7:
+            params = params | {"final_norm": params["final_norm"] * jnp.nan}
+        return params, state, batch
+
+    with_step(monkeypatch, break_from_7)
+    assert main(tmp_path, "run.eval_index=null", "run.checkpoint_every=1") == 1
+    err = capsys.readouterr().err.splitlines()
+    assert "step 9: 3 non-finite steps in a row (optim.max_nonfinite_steps)" in err[-1]
+    assert "parameters are those of step 6" in err[-1] and "checkpoints/8" in err[-1]
+    assert any("step 7 skipped" in line and "is not finite (1 in a row)" in line for line in err)
+    broken = rows(tmp_path)[6:]  # strict JSON: rows() refuses NaN
+    assert [r["step"] for r in broken] == [7, 8, 9] and all(r["train/CE loss"] is None for r in broken)
+    assert all(r["optim/step_skipped"] == 1 for r in broken)
+    saved = restore(tmp_path, 8)
+    assert all(np.isfinite(x).all() for name, x in saved.items() if "final_norm" not in name)
+    assert np.array_equal(saved["params['wq']"], restore(tmp_path, 6)["params['wq']"])
+    assert board(tmp_path)["train/CE loss"] == list(range(1, 10))
+
+
+def test_nan_in_one_gradient_is_named(house, monkeypatch):
+    """Case 39: the loss is finite, one gradient is not; every parameter survives and the log can say which it was."""
+    c = train.load_config(str(house.config), "cpu", [])
+    reduce_gradients = model.reduce_gradients
+
+    def poisoned(grads, config):
+        grads = reduce_gradients(grads, config)
+        return grads | {"w_up": grads["w_up"] * jnp.nan}
+
+    monkeypatch.setattr(model, "reduce_gradients", poisoned)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    before, after, m = one_step(c, steps=1)
+    assert np.isfinite(m["ce"]) and np.isnan(m["grad_norm"])
+    assert list(model.ledger(c.model))[int(m["first_nonfinite_gradient"])] == "w_up"
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def one_step(c: train.Config, steps: int):
+    """(parameters before, parameters after, metrics of the last step) of `steps` steps, as numpy."""
+    mesh = train.make_mesh(c)
+    source = data.open_data(c.data, rows=train.local_rows(mesh, c))
+    params, state = train.init_state(c, mesh)
+    before = jax.device_get(params)
+    step_fn = train.compile_train_step(c, mesh)
+    for step in range(1, steps + 1):
+        batch = train.to_device(source.batch_at((step - 1) * c.data.global_batch), source.rows, mesh, c)
+        params, state, m = step_fn(params, state, batch, np.int32(step))
+    return before, jax.device_get(params), jax.device_get(m)
+
+
+def test_spike_is_skipped_after_a_resume_too(main, tmp_path, monkeypatch, capsys):
+    """Case 37: the rolling window is not in the checkpoint, so that a resumed run trains on a spike that the straight
+    run skipped. Skipped means: no parameter, moment or count moves, and the rate goes on by the global step."""
+
+    def spike_at_14(step, params, state, batch):
+        if step == 14:  # a wrong answer everywhere, from a model that is much too sure of it
+            params = params | {"lm_head": params["lm_head"] * 200}
+        return params, state, batch
+
+    with_step(monkeypatch, spike_at_14)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    short = ("run.eval_index=null", "run.checkpoint_every=13")
+    assert main(straight, *short) == 0
+    assert main(resumed, "run.steps=13", *short) == 0
+    assert main(resumed, *short) == 0
+    got, again = rows(straight), rows(resumed)
+    assert [r["step"] for r in got if r["optim/step_skipped"]] == [14]
+    assert got == again
+    assert_same_checkpoint(straight, resumed)
+    assert restore(straight)["opt_state['count']"] == STEPS - 1
+    assert got[13]["optim/LR (group 0)"] == pytest.approx(schedule_of(40)(14), rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- new start
+
+
+def test_init_from(main, straight, tmp_path, capsys):
+    """Case 15: a path that is never read; a new stage that inherits moments, step or data position."""
+    start = ("--init-from", str(straight))
+    assert main(tmp_path / "new", "run.steps=1", "run.checkpoint_every=1", extra=start) == 0
+    err = capsys.readouterr().err
+    assert f"start: parameters of {straight / 'checkpoints' / '16'}, fresh moments" in err
+    assert "no checkpoint in" in err
+    state = restore(tmp_path / "new", 1)
+    assert state["opt_state['count']"] == 1 and state["opt_state['recorded']"] == 1
+    assert train.read_meta(tmp_path / "new" / "checkpoints" / "1")["instances_seen"] == BATCH
+    first = rows(tmp_path / "new")[0]
+    assert first["train/CE loss"] < rows(straight)[0]["train/CE loss"] - 0.1
+    # From step 12 rather than the newest, and again in the same folder: it has checkpoints of its own now.
+    at_12 = ("--init-from", str(straight / "checkpoints" / "12"))
+    assert main(tmp_path / "new", "run.steps=2", extra=at_12) == 0
+    assert "is not used" in capsys.readouterr().err
+
+
+def test_init_from_what_is_not_there(main, straight, tmp_path, capsys):
+    """Case 15: a typo in the path that starts from fresh weights, moments that nobody prepared."""
+    for extra, named in (
+        (("--init-from", str(tmp_path / "nowhere")), "nowhere: no checkpoint found"),
+        (("--init-from", str(straight), "--init-state", "adam"), "no moments prepared for a new stage"),
+        (("--init-state", "adam"), "--init-state adam: got no --init-from"),
+    ):
+        assert main(tmp_path / "new", extra=extra) == 2
+        err = capsys.readouterr().err
+        assert named in err and "Traceback" not in err
+        assert not (tmp_path / "new" / "metrics.jsonl").exists()
+
+
+def test_init_from_a_damaged_checkpoint(main, straight, tmp_path, capsys):
+    """Half-read parameters as the start of a new stage."""
+    source = tmp_path / "source"
+    shutil.copytree(straight, source)
+    flip(largest(source / "checkpoints" / "16" / "params"))
+    assert main(tmp_path / "new", extra=("--init-from", str(source))) == 1
+    assert "checkpoints/16: " in capsys.readouterr().err.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ hardware
+
+MESHES = {
+    "fsdp 4": (4, {"fsdp": 4}),
+    "data 2, fsdp 2": (4, {"data": 2, "fsdp": 2}),
+    "tensor 2, context 2": (4, {"tensor": 2, "context": 2}),
+    "all": (8, {"fsdp": 2, "tensor": 2, "context": 2}),
+}
+
+
+def five_steps(house: House, *overrides: str) -> tuple[list[dict], dict]:
+    """Metrics and final parameters. A large eps: Adam's first step is the sign of a gradient, whatever its size, and
+    would turn the last bit of a small one into a whole step."""
+    c = train.load_config(str(house.config), "cpu", ["optim.eps=1e-2", *overrides])
+    mesh = train.make_mesh(c)
+    source = data.open_data(c.data, rows=train.local_rows(mesh, c))
+    params, state = train.init_state(c, mesh)
+    step_fn, metrics = train.compile_train_step(c, mesh), []
+    for step in range(1, 6):
+        batch = train.to_device(source.batch_at((step - 1) * c.data.global_batch), source.rows, mesh, c)
+        params, state, m = step_fn(params, state, batch, np.int32(step))
+        metrics.append({name: float(x) for name, x in jax.device_get(m).items()})
+    return metrics, jax.device_get(params)
+
+
+@pytest.fixture(scope="module")
+def reference(house):
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(jax, "device_count", lambda: 1)
+        return five_steps(house, "microbatch=8")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mesh_does_not_change_the_maths(house, reference, monkeypatch, mesh):
+    """Law 3, case 43: a norm over one shard, a part counted twice, a batch cut otherwise."""
+    devices, sizes = MESHES[mesh]
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    sets = [f"mesh.{axis}={sizes.get(axis, 1)}" for axis in model.AXES]
+    compare(five_steps(house, *sets), reference)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("microbatch=1", "remat=[x, q, k, v]", "scan_unroll=1"),
+        ("microbatch=2", "attention=dense", "loss_chunk=8"),
+        ("microbatch=4", "remat={8: [x]}", "attention_block=16"),
+    ],
+    ids=lambda s: s[0],
+)
+def test_machine_does_not_change_the_maths(house, reference, monkeypatch, sets):
+    """Law 3, case 43: gradients averaged over micro-batches, clipping by micro-batch, a kernel of its own."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    compare(five_steps(house, *sets), reference)
+
+
+def compare(got, expected) -> None:
+    for a, b in zip(got[0], expected[0], strict=True):
+        assert a["lr"] == b["lr"] and a["labels"] == b["labels"]
+        for name in ("ce", "z_unscaled", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5), name
+    for name, x in got[1].items():
+        np.testing.assert_allclose(x, expected[1][name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_run_continues_on_another_mesh(house, straight, tmp_path):
+    """A checkpoint that can only be read on the devices that wrote it."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    for step in ("12", "16"):
+        shutil.rmtree(run_dir / "checkpoints" / step)
+    house.run(run_dir, "mesh={data: 1, fsdp: 2, context: 1, tensor: 2}", devices=4)
+    for got, expected in zip(rows(run_dir), rows(straight), strict=True):
+        for tag in got:
+            assert got[tag] == pytest.approx(expected[tag], rel=2e-2 if "norm" in tag else 1e-3), tag
+    assert rows(run_dir)[:9] == rows(straight)[:9]  # steps 1 to 8 and an evaluation are those of the first mesh
+
+
+# ------------------------------------------------------------------------------------------------------------- configs
+
+
+def refused(capsys, argv: list[str]) -> str:
+    """The one line on standard error of a start that ends with exit code 2."""
+    capsys.readouterr()
+    assert train.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: "), err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("optim.peak_rl=1", "optim.peak_rl: unknown key; did you mean 'peak_lr'?"),
+        ("optimizer.peak_lr=1", "optimizer.peak_lr: unknown key; did you mean 'optim'?"),
+        ("run.extra=1", "run.extra: unknown key"),
+        ("optim.peak_lr=fast", "optim.peak_lr: got 'fast' (str), expected a number"),
+        ("optim.peak_lr=", "optim.peak_lr: got None"),
+        ("run.steps=10.5", "run.steps: got 10.5 (float), expected a whole number"),
+        ("run.steps=true", "run.steps: got True (bool), expected a whole number"),
+        ("run.steps=0", "run.steps: got 0"),
+        ("run.steps", "--set run.steps: got no '='"),
+        ("run=5", "run: got 5, expected the keys"),
+        ("run.steps.more=5", "--set run.steps.more: run.steps is 16, it has no keys"),
+        ("schedule.1.until=5", "--set schedule.1: unknown key"),
+        ("schedule.0.until=5", "schedule: until of the last piece: got 5, expected null"),
+        ("run.steps={a: 1, a: 2}", "key 'a' stands twice"),
+        ("run.steps=[1", "not valid YAML"),
+        ("data.repetition_filter=on", "data.repetition_filter: got 'on' (str), expected true or false"),
+        ("data.seed=12:30", "data.seed: got '12:30' (str), expected a whole number"),
+        ("data.seed=017", "data.seed: got 17.0 (float), expected a whole number"),
+        ("data.seed=1_000", "data.seed: got '1_000' (str), expected a whole number"),
+        ("run.name=../x", "run.name: got '../x'"),
+        ("data.order=random", "data.order: got 'random'"),
+        ("data.order=sequential", "data.order: got sequential"),
+        ("model.window=64", "model.window: got 64, expected at most data.sequence_length 32"),
+        ("data.sequence_length=16", "sequence_length: got 16 in the config, 32 in"),
+        ("data.global_batch=162", "161 instances of 32 tokens, expected at least one global batch of 162"),
+        ("model.vocab_size=96", "got vocab_size 97, expected at most model.vocab_size 96"),
+        ("data.index=nowhere.json", "nowhere.json: got no such file, expected an index"),
+        ("data.index=gs://bucket/train.json", "got a URL, expected a local path"),
+        ("run.eval_index=nowhere.json", "nowhere.json: got no such file, expected an index"),
+        ("remat=[x, nothing]", "remat: got 'nothing', expected 'all' or names out of"),
+        ("remat=none", "remat: got 'none', expected all, a list of names"),
+        ("remat={2: [x]}", "remat: got entries for [2] sequences, expected one for 3 or more"),
+        ("microbatch=0", "microbatch: got 0"),
+        ("attention=flash", "attention: got 'flash', expected one of"),
+        ("mesh.fsdp=3", "mesh: got {'data': 1, 'fsdp': 3"),
+        ("xla_flags.xla_no_such_flag=1", "xla_flags: "),
+    ],
+)
+def test_wrong_config_is_one_line(house, main, tmp_path, capsys, override, named):
+    """Case 103: a typo or a wrong type that is ignored, converted in secret, or shown as a traceback in step 1."""
+    assert named in refused(capsys, house.argv(tmp_path / "run", override))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("devices", "override", "named"),
+    [
+        (4, "data.global_batch=10", "global batch: got 10, expected a multiple of data x fsdp = 4"),
+        (
+            8,
+            "mesh={data: 1, fsdp: 1, context: 1, tensor: 8}",
+            "n_heads: got 4, expected a multiple of the mesh's tensor",
+        ),
+        (3, "mesh={data: 1, fsdp: 1, context: 3, tensor: 1}", "sequence_length: got 32, expected a multiple of"),
+        (4, "mesh={data: -1, fsdp: -1, context: 1, tensor: 1}", "one of which may be -1"),
+        (4, "mesh={data: 2, fsdp: 1, context: 1, tensor: 1}", "for 4 devices, expected sizes whose product is 4"),
+    ],
+)
+def test_sizes_that_cannot_be_cut(house, main, tmp_path, capsys, monkeypatch, devices, override, named):
+    """Case 105: an obscure shape error after minutes of compiling."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert named in refused(capsys, house.argv(tmp_path / "run", override))
+
+
+def test_wrong_files_are_one_line(house, main, tmp_path, capsys):
+    """A key in the file of the other kind, twice, or missing; a config that is not there."""
+    good = yaml.safe_load(house.config.read_text())
+
+    def science(content) -> list[str]:
+        path = tmp_path / "science.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return ["--config", str(path), "--hardware", "cpu", "--run-dir", str(tmp_path / "run")]
+
+    text = house.config.read_text()
+    for content, named in (
+        (good | {"microbatch": 4}, "microbatch: stands in the config file, belongs in the other one"),
+        (good | {"modle": 4}, "modle: unknown key; did you mean 'model'?"),
+        ({k: v for k, v in good.items() if k != "loss"}, "loss: missing section"),
+        (good | {"loss": {"z_loss": 1e-5}}, "loss.filtered_in_divisor: missing"),
+        (good | {"loss": None}, "loss: got None, expected the keys"),
+        (good | {"schedule": good["schedule"][0]}, "expected a list"),
+        (text + "loss: {z_loss: 1e-5}\n", "key 'loss' stands twice"),
+        (text.replace("seed: 0", "seed: 0\n  seed: 1"), "key 'seed' stands twice"),
+        ("just text", "expected a mapping of sections"),
+        ("a: [", "not valid YAML"),
+    ):
+        assert named in refused(capsys, science(content))
+    machine = tmp_path / "machine.yaml"
+    machine.write_text((REPO / "configs" / "hardware" / "cpu.yaml").read_text() + "optim: {peak_lr: 1}\n")
+    named = "optim: stands in the hardware file, belongs in the other one"
+    assert named in refused(capsys, ["--config", str(house.config), "--hardware", str(machine)])
+    err = refused(capsys, ["--config", "stage9"])
+    assert "config 'stage9': not found" in err and "quickstart, stage1" in err
+    assert "'tpu9': not found" in refused(capsys, ["--config", str(house.config), "--hardware", "tpu9"])
+
+
+def test_numbers_as_people_write_them(house):
+    """Case 103: PyYAML reads 3e-4 and 1e6 as text."""
+    written = {"optim.peak_lr": ("3e-4", 3e-4), "optim.eps": ("1e-8", 1e-8), "model.rope_theta": ("5e5", 5e5),
+               "loss.z_loss": ("1E-5", 1e-5), "optim.weight_decay": (".1", 0.1), "optim.skip_sigma": ("6", 6.0)}  # fmt: skip
+    c = train.load_config(str(house.config), "cpu", [f"{key}={text}" for key, (text, _) in written.items()])
+    for key, (_, value) in written.items():
+        section, name = key.split(".")
+        got = getattr(getattr(c, section), name)
+        assert got == value and type(got) is float
+    assert train.parse_yaml("{a: true, b: null, c: ~, d: no, e: 017x, f: -3, g: 2.}", "text") == {
+        "a": True, "b": None, "c": None, "d": "no", "e": "017x", "f": -3, "g": 2.0
+    }  # fmt: skip
+
+
+def test_run_dir_that_cannot_be(house, main, tmp_path, capsys, monkeypatch):
+    """Case 107: "gs://bucket/x" through pathlib makes a folder "gs:"; a path below a file is a failure, not a traceback."""
+    monkeypatch.chdir(tmp_path)
+    for url in ("gs://no-such-bucket/x", "gs:/no-such-bucket/x"):
+        assert "got a URL, expected a local path" in refused(capsys, house.argv(url))
+    assert list(tmp_path.iterdir()) == []
+    assert main(house.config / "run") == 1  # below a file: root cannot write there either
+    out, err = capsys.readouterr()
+    assert err.startswith("train.py: error: ") and err.count("\n") == 1 and str(house.config) in err
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_wrong_token_files(house, main, tmp_path, capsys, workers):
+    """A file that shrank, and an id beyond the vocabulary, which an embedding look-up would clamp in silence."""
+    index = write_corpus(tmp_path, "train", {"web": 30}, seed=3)
+    tokens = tmp_path / "train" / "web" / "part-00000.npy"
+    content = np.fromfile(tokens, np.uint32)
+    overrides = (f"data.index={index}", f"loader_workers={workers}", "run.eval_index=null")
+    content[300:420] = 97  # in the middle: neither size nor ends of the file change... and these are its first 4 KiB
+    content.tofile(tokens)
+    assert main(tmp_path / "run", *overrides) == 2
+    assert "got other first or last 4 KiB than the index says" in capsys.readouterr().err.splitlines()[-1]
+    index = write_index_of(tmp_path, tokens)
+    assert main(tmp_path / "run", *overrides) == 2
+    assert "got id 97, expected below the vocabulary size 97" in capsys.readouterr().err.splitlines()[-1]
+    os.truncate(tokens, 1000)
+    assert "got 1000 bytes, the index says" in refused(capsys, house.argv(tmp_path / "run", *overrides))
+
+
+def write_index_of(root: Path, tokens: Path) -> str:
+    index = data.build_index([("web", tokens)], root, SEQUENCE, tokenizer="none", vocab_size=VOCABULARY, eos_id=0)
+    data.write_index(index, root / "train.json")
+    return str(root / "train.json")
+
+
+def test_dry_run_checks_and_writes_nothing(house, main, tmp_path, capsys):
+    """A dry run that passes where the run would not, or that leaves a folder behind."""
+    assert main(tmp_path / "run", extra=("--dry-run",)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens"] == STEPS * BATCH * SEQUENCE and plan["sequences_a_device"] == BATCH
+    assert plan["learning_rate_first_last"] == pytest.approx([schedule_of(40)(1), schedule_of(40)(STEPS)])
+    for override in ("run.eval_index=nowhere.json", "data.global_batch=162", "xla_flags.nothing=1"):
+        refused(capsys, house.argv(tmp_path / "run", override, extra=("--dry-run",)))
+    assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------------------------------------------- several processes, people
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes(house, tmp_path):
+    """Rows that two hosts both read or neither, a file that both write, a preemption that only one of them heeds.
+    One process with two devices must give the same bits; and so must the pair that is stopped at step 5."""
+
+    def pair(run_dir, expect, **how):
+        several = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id")
+        processes = [house.start(run_dir, extra=(*several, str(i)), **how) for i in range(2)]
+        outputs = [p.communicate(timeout=120) for p in processes]
+        assert [p.returncode for p in processes] == [expect, expect], outputs
+        return outputs
+
+    (_, err), (out, other) = pair(tmp_path / "two", 143, hook=("step", 5, signal.SIGTERM))
+    assert "is saved in" in err and "step " not in other
+    assert max(map(int, steps_in(tmp_path / "two"))) in (5, 6, 7)
+    (out, err), (other_out, other) = pair(tmp_path / "two", 0)
+    assert "resuming from" in err and "resuming" not in other
+    house.run(tmp_path / "one", devices=2)
+    assert [json.dumps(r) for r in rows(tmp_path / "two")] == [json.dumps(r) for r in rows(tmp_path / "one")]
+    assert_same_checkpoint(tmp_path / "two", tmp_path / "one")
+
+
+def test_full_disk_is_an_error(house, tmp_path):
+    """Law 6: a background save that fails while the run goes on without checkpoints, and ends with exit code 0."""
+    limited = f"ulimit -f 100; exec {sys.executable} {REPO / 'train.py'} " + " ".join(
+        shlex.quote(a) for a in house.argv(tmp_path / "run", "compilation_cache=null", "run.eval_index=null")
+    )
+    env = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run(["bash", "-c", limited], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert "a checkpoint could not be written" in last and "File too large" in last
+
+
+def test_what_a_person_sees(house, tmp_path):
+    """A progress bar that is torn by other lines, and warnings of libraries on the way."""
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, str(REPO / "train.py"), *house.argv(tmp_path / "run")]
+    process = subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": ""}, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the process is
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "100%" in text and "evaluating" in text and "warn" not in text.lower()
+    visible = [line.split("\r")[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    assert "{" in visible  # the summary begins on a line of its own
+    for line in visible:
+        if "held-out CE" in line:
+            assert line.strip("\x1b[A ").startswith("step "), line
