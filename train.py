@@ -1075,7 +1075,7 @@ def draw_curves(run_dir: Path) -> Path:
     bottom.set(ylabel="gradient norm\n(before clipping)", xlabel="step", yscale="log")
     if skipped:
         height = bottom.get_xaxis_transform()  # 0 to 1 from bottom to top
-        bottom.vlines(skipped, 0, 1, color="tab:red", lw=0.8, transform=height, label=f"{len(skipped)} skipped steps")
+        bottom.vlines(skipped, 0, 1, color="tab:red", lw=0.8, transform=height, label=f"skipped steps: {len(skipped)}")
         bottom.legend()
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
