@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import json
 import logging
 import os
@@ -653,10 +654,11 @@ class Checkpoints:
         """Begin to write step `step`; a failure of the save before this one is raised here."""
 
         def by_layer(name, x):  # one chunk a layer, so that a layer can be read without the whole leaf
-            layers = x.shape[0] if name in model.LAYER_TENSORS else 1
-            if x.nbytes // layers < 2**20:  # below 1 MiB chunks cost more than they save
+            if name not in model.LAYER_TENSORS:  # shard_axes would cut embed into single rows
+                return ocp.SaveArgs(chunk_byte_size=2**26)
+            if x.nbytes // x.shape[0] < 2**20:  # below 1 MiB chunks cost more than they save
                 return ocp.SaveArgs()
-            return ocp.SaveArgs(chunk_byte_size=x.nbytes // layers, shard_axes=(0,))
+            return ocp.SaveArgs(chunk_byte_size=x.nbytes // x.shape[0], shard_axes=(0,))
 
         args_of = {name: by_layer(name, x) for name, x in params.items()}
         opt_args = jax.tree.map(lambda _: ocp.SaveArgs(), opt_state)._replace(mu=args_of, nu=args_of)
@@ -749,9 +751,16 @@ def read_arrays(restore: Callable):
     except Exception as e:  # Orbax wraps what tensorstore says (a ValueError) into a bare Exception
         cause = e.__cause__ or e
         if isinstance(cause, UNREADABLE):
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tracebacks of the other leaves, one screen each
+            # The leaves are read side by side; the failures of the others would follow, each with a screen of traceback.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            sys.unraisablehook = ignore_coroutines
             raise DamagedCheckpoint(first_line(cause)) from e
         raise
+
+
+def ignore_coroutines(unraisable) -> None:
+    if not inspect.iscoroutine(unraisable.object):
+        sys.__unraisablehook__(unraisable)
 
 
 @jax.jit
