@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Torch's threads may not spin while they wait: in one process they would take the cores from XLA's and then from each
+# other (its step became ten times slower here). Must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
