@@ -833,15 +833,20 @@ def check_tree(item_folder: Path, target) -> None:
 
 def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
     """Refuse to resume another run; announce what is allowed to change."""
+    if "opt_state" not in meta.get("items", ["opt_state"]):
+        raise ValueError(
+            f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
+        )
+    if meta.get("stage2_init"):
+        raise ValueError(
+            f"{where}: is the prepared start of a stage, not a run; fix: another --run-dir, with --init-from and "
+            "--init-state adam"
+        )
     tokens = meta["instances_seen"] * meta["data"]["sequence_length"]
     if (meta["step"], meta.get("tokens_seen")) != (int(where.name), tokens):
         raise DamagedCheckpoint(
             f"item 'meta' contradicts itself: step {meta['step']}, instances_seen {meta['instances_seen']}, tokens_seen "
             f"{meta.get('tokens_seen')}"
-        )
-    if "opt_state" not in meta.get("items", ["opt_state"]):
-        raise ValueError(
-            f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
         )
     for key, now in data_identity.items():
         then = meta["data"].get(key)

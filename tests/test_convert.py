@@ -1,0 +1,796 @@
+"""convert.py: bits survive both ways, logits equal transformers', `check` catches faults, nothing is left half done.
+
+Dimensions are all different, key/value heads are fewer than heads, and norm weights are random: with ones, a norm in
+the wrong place could pass. "HF" is a checkpoint that transformers itself made.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.modeling_rope_utils import _compute_yarn_parameters
+
+import convert
+import data
+import model
+import train
+
+REPO = train.HERE
+SEQUENCE, VOCABULARY, BATCH = 32, 97, 8
+YARN = {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+UPDATE = "model.layers.1.mlp.up_proj.weight"  # any tensor that the tests damage
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def make_hf(folder: Path, dtype=torch.float32, yarn=False, layers=4, shard="1GB", head_dim=10, seed=0) -> Path:
+    """A random OLMo 3 as transformers makes and writes it. head_dim 12 makes q_proj and o_proj square."""
+    full = {"rope_type": "yarn", **YARN} if yarn else {"rope_type": "default"}
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "full_attention": full | {"rope_theta": 5e5},
+    }
+    config = transformers.Olmo3Config(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=128, sliding_window=8, rope_parameters=rope,
+        rms_norm_eps=1e-6, eos_token_id=0, pad_token_id=1, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    made = transformers.Olmo3ForCausalLM(config)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "norm" in name:
+                p.copy_(0.5 + torch.rand_like(p))
+    made.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def tiny_config(root: Path, **overrides) -> dict:
+    """The same model as make_hf's, as a recipe."""
+    return {
+        "model": {
+            "vocab_size": VOCABULARY, "padded_vocab_size": 128, "mask_padded_vocab": True, "n_layers": 4,
+            "d_model": 48, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "d_ff": 72, "window": 8, "pattern": "sssf",
+            "rope_theta": 500000.0, "yarn": None, "norm_eps": 1e-6, "init_std": 0.1, "compute_dtype": "float32",
+            "grad_reduce_dtype": "float32",
+        },
+        "data": {
+            "index": str(root / "train.json"), "order": "olmo_core", "seed": 34521, "sequence_length": SEQUENCE,
+            "global_batch": BATCH, "repetition_filter": False, "mask_token": None, "document_mask": False,
+        },
+        "optim": {
+            "peak_lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0,
+            "skip_window": 8, "skip_sigma": 6.0, "max_nonfinite_steps": 3,
+        },
+        "schedule": [
+            {"until": None, "kind": "cosine", "warmup_steps": 4, "total_steps": 40, "final_fraction": 0.1},
+        ],
+        "loss": {"z_loss": 1e-5, "filtered_in_divisor": True},
+        "run": {
+            "name": "tiny", "steps": 4, "seed": 0, "checkpoint_every": 4, "keep_checkpoints": None,
+            "log_every": 4, "eval_index": None, "eval_every": 100, "eval_batches": None,
+        },
+    }  # fmt: skip
+
+
+def word_tokenizer() -> Tokenizer:
+    words = [data.EOS, data.PAD] + [f"w{i}" for i in range(VOCABULARY - 2)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([data.EOS, data.PAD])
+    return tokenizer
+
+
+def process(*arguments, expect: int = 0, devices: int = 1, **environment) -> tuple[str, str]:
+    """(stdout, stderr) of a Python process that has to end with `expect`."""
+    env = os.environ | {
+        "PYTHONPATH": str(REPO), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **environment,
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expect, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+class House:
+    """A corpus with a tokenizer, a recipe, and a run of four steps that train.py made on one device."""
+
+    def __init__(self, root: Path):
+        self.root, rng = root, np.random.default_rng(0)
+        tokens = rng.integers(2, VOCABULARY, SEQUENCE * 100).astype(np.uint32)
+        (root / "tokens").mkdir()
+        tokens.tofile(root / "tokens" / "part-00000.npy")
+        word_tokenizer().save(str(root / "tokenizer.json"))
+        files = [("web", root / "tokens" / "part-00000.npy")]
+        index = data.build_index(
+            files, root, SEQUENCE, tokenizer="tokenizer.json", vocab_size=VOCABULARY, eos_id=0, pad_id=1
+        )
+        data.write_index(index, root / "train.json")
+        self.recipe = root / "tiny.yaml"
+        self.recipe.write_text(yaml.safe_dump(tiny_config(root)))
+        self.run = root / "run"
+        self.train(self.run)
+
+    def train(self, run_dir: Path, *extra, expect: int = 0) -> str:
+        cache = ("--set", f"compilation_cache={self.root / 'xla'}")
+        argv = ["--config", self.recipe, "--hardware", "cpu", "--run-dir", run_dir, *cache, *extra]
+        return process(REPO / "train.py", *argv, expect=expect, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")[1]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    return House(tmp_path_factory.mktemp("house"))
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    """Two checkpoints of transformers: fp32 with plain RoPE in one file, bf16 with YaRN, 8 layers and many shards."""
+    root = tmp_path_factory.mktemp("hf")
+    return {
+        "plain": make_hf(root / "plain"),
+        "yarn": make_hf(root / "yarn", torch.bfloat16, yarn=True, layers=8, shard="50KB"),
+    }
+
+
+@pytest.fixture(scope="module")
+def imported(hf, tmp_path_factory):
+    root = tmp_path_factory.mktemp("imported")
+    for name, folder in hf.items():
+        assert convert.main(["from-hf", str(folder), str(root / name)]) == 0
+    return {name: root / name for name in hf}
+
+
+def run(capsys, *arguments, expect: int = 0) -> tuple[dict | None, str]:
+    """A verb in this process: (JSON of stdout, stderr)."""
+    capsys.readouterr()
+    code = convert.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    assert code == expect, err
+    return json.loads(out) if out else None, err
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def bits(tree) -> dict[str, tuple]:
+    return {name: (x.dtype.name, x.shape, np.ascontiguousarray(x).tobytes()) for name, x in tree.items()}
+
+
+def mesh_of(devices: int):
+    auto = (jax.sharding.AxisType.Auto,) * 4
+    return jax.make_mesh((1, devices, 1, 1), model.AXES, devices=jax.devices()[:devices], axis_types=auto)
+
+
+def restore(run_dir, devices: int = 1) -> tuple[dict, train.Config]:
+    """Parameters through train.py's own machinery, in the model that the checkpoint's meta describes."""
+    step_folder = train.find_checkpoint(str(run_dir))
+    meta = train.read_meta(step_folder)
+    c = train.assemble_config(meta["config"], str(step_folder), "cpu", ["model.compute_dtype=float32"])
+    return train.restore_item(step_folder, "params", train.param_shapes(c, mesh_of(devices))), c
+
+
+def our_logits(params, m: model.ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    """model.logits on one device."""
+    execution = model.Execution("dense", 8, None, 1, 16)
+    f = jax.shard_map(
+        lambda params, tokens: model.logits(model.vary(params), model.vary(tokens), None, m, execution),
+        mesh=mesh_of(1), in_specs=({n: t.spec for n, t in model.ledger(m).items()}, P()), out_specs=P(model.AXES),
+    )  # fmt: skip
+    return np.asarray(jax.jit(f)({name: np.asarray(x) for name, x in params.items()}, tokens))
+
+
+def hf_logits(folder, tokens: np.ndarray) -> np.ndarray:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return loaded(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def some_tokens(length: int = 48) -> np.ndarray:
+    return np.random.default_rng(5).integers(VOCABULARY, size=(2, length)).astype(np.int32)
+
+
+def save_checkpoint(root: Path, run_dir: Path, devices: int, seed: int = 0, **model_keys) -> dict:
+    """A checkpoint of random parameters as train.py saves it on a mesh of `devices`; returns the parameters."""
+    science = tiny_config(root)
+    science["model"] |= model_keys
+    c = train.assemble_config(science, "test", "cpu", [])
+    mesh = mesh_of(devices)
+    params_to, state_to = train.shardings(mesh, train.state_specs(c))
+    params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(seed)
+    params = {n: 1.3 * x if "norm" in n else x for n, x in params.items()}
+    state = jax.jit(train.optimizer(c).init, out_shardings=state_to)(params)
+    meta = {
+        "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * SEQUENCE,
+        "data": {"sequence_length": SEQUENCE},
+        "config": train.science_dict(c), "items": ["params", "opt_state", "meta"],
+        "checksums": {"params": train.checksums(params), "opt_state": train.checksums(state)},
+    }  # fmt: skip
+    checkpoints = train.Checkpoints(run_dir / "checkpoints", None)
+    checkpoints.save(3, params, state, meta)
+    checkpoints.close()
+    return params
+
+
+# ---------------------------------------------------------------------------------------------- bits survive both ways
+
+
+@pytest.mark.parametrize("name, dtype", [("plain", "float32"), ("yarn", "bfloat16")])
+def test_hf_to_orbax_to_hf_is_bit_exact(hf, imported, tmp_path, capsys, name, dtype):
+    """A tensor that is cast, transposed, swapped, cut or permuted on the way (fp32; bf16, GQA, YaRN, shards)."""
+    out, _ = run(capsys, "to-hf", imported[name], tmp_path / "back", "--dtype", dtype, "--max-shard-bytes", 60000)
+    assert len(out["files"]) > 1
+    assert bits(tensors(tmp_path / "back")) == bits(tensors(hf[name]))
+    names = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    size = sum(x.nbytes for x in tensors(hf[name]).values())
+    assert set(names["weight_map"]) == set(tensors(hf[name])) and names["metadata"]["total_size"] == size
+    assert all((tmp_path / "back" / f).stat().st_size < 62000 + 8192 for f in out["files"])
+
+
+def test_float16_is_bit_exact_and_what_does_not_fit_is_refused(tmp_path, capsys):
+    """fp16 read as bf16 (both are 16 bits), or a number beyond 65504 that becomes infinite without a word."""
+    folder = make_hf(tmp_path / "hf", torch.float16)
+    run(capsys, "from-hf", folder, tmp_path / "run")
+    run(capsys, "to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "float16")
+    assert bits(tensors(tmp_path / "back")) == bits(tensors(folder))
+    big = tensors(folder)
+    big[UPDATE] = big[UPDATE].astype(np.float32) + np.float32(70000)
+    save_file(big, folder / "model.safetensors", metadata={"format": "pt"})
+    run(capsys, "from-hf", folder, tmp_path / "big")
+    _, err = run(capsys, "to-hf", tmp_path / "big", tmp_path / "half", "--dtype", "float16", expect=1)
+    assert UPDATE in err and "does not fit in float16" in err
+    assert not (tmp_path / "half").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_train_restores_what_from_hf_wrote(hf, imported, devices):
+    """A layout that Orbax cannot read, a wrong orientation, or checksums that do not fit."""
+    params, c = restore(imported["yarn"], devices)
+    theirs = {name: x.astype(np.float32) for name, x in tensors(hf["yarn"]).items()}
+    layer = "model.layers.5."
+    np.testing.assert_array_equal(params["wk"][5], theirs[layer + "self_attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(params["wo"][5], theirs[layer + "self_attn.o_proj.weight"])
+    np.testing.assert_array_equal(params["w_gate"][5], theirs[layer + "mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(params["w_down"][5], theirs[layer + "mlp.down_proj.weight"])
+    np.testing.assert_array_equal(params["embed"][:VOCABULARY], theirs["model.embed_tokens.weight"])
+    assert len(params["wq"].sharding.device_set) == devices
+    assert train.read_meta(train.find_checkpoint(str(imported["yarn"])))["checksums"]["params"] == train.checksums(
+        params
+    )
+
+
+def test_from_hf_leaves_what_orbax_leaves(house, imported):
+    """A store that today's Orbax happens to read but that is not what it writes: files, metadata and array headers."""
+
+    def arrays(item: Path) -> dict:
+        store = convert.ts.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+        keys = [k for k in store.list().result() if k.endswith(b"/.zarray")]
+        return {k.decode(): json.loads(store.read(k).result().value) for k in keys}
+
+    theirs, ours = (train.find_checkpoint(str(p)) for p in (house.run, imported["plain"]))
+    for file in ("_CHECKPOINT_METADATA", "commit_success.txt", "meta/metadata", "meta/commit_success.txt",
+                 "params/_METADATA", "params/manifest.ocdbt", "params/commit_success.txt"):  # fmt: skip
+        assert (theirs / file).is_file() and (ours / file).is_file(), file
+    saved, made = (json.loads((p / "params" / "_METADATA").read_text()) for p in (theirs, ours))
+    assert saved == made
+    one, two = (json.loads((p / "_CHECKPOINT_METADATA").read_text()) for p in (theirs, ours))
+    assert set(one) == set(two) and two["item_handlers"].items() <= one["item_handlers"].items()
+    assert {k: v | {"chunks": None} for k, v in arrays(theirs / "params").items()} == {
+        k: v | {"chunks": None} for k, v in arrays(ours / "params").items()
+    }
+    assert arrays(ours / "params")["wq/.zarray"]["chunks"] == [1, 48, 40]
+
+
+def test_any_mesh_and_any_chunks_export_the_same(house, tmp_path, capsys, monkeypatch):
+    """An export that relies on one chunk a layer, on one device's shards, or on the rows that from-hf would cut."""
+    monkeypatch.setattr(convert, "ROWS", 32)
+    params = save_checkpoint(house.root, tmp_path / "one", 1)
+    save_checkpoint(house.root, tmp_path / "eight", 8)
+    for name in ("one", "eight"):
+        run(capsys, "to-hf", tmp_path / name / "checkpoints" / "3", tmp_path / f"{name}_hf")
+    exported = tensors(tmp_path / "one_hf")
+    assert bits(exported) == bits(tensors(tmp_path / "eight_hf"))
+    np.testing.assert_array_equal(exported["model.layers.2.self_attn.v_proj.weight"], np.asarray(params["wv"][2]).T)
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], np.asarray(params["embed"])[:VOCABULARY])
+
+
+def test_narrowing_rounds_to_nearest_even(tmp_path):
+    """Truncation to bf16, which is a bias: 1 + 2^-8 lies between two bf16 numbers (case 79)."""
+    tie = np.float32(1.00390625)
+    x = np.array([tie, np.nextafter(tie, 2), np.nextafter(tie, 0), 1.01171875, -tie], np.float32)
+    y = convert.narrow(x, np.dtype(ml_dtypes.bfloat16), "x").astype(np.float32)
+    assert y.tolist() == [1.0, 1.0078125, 1.0, 1.015625, -1.0]
+
+
+def test_conversions_do_without_torch(hf, tmp_path):
+    """bf16 that only torch can read, or an import of torch where none is installed (case 79); `check` says so."""
+    blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import convert; "
+    code = blocked + (
+        f"a = convert.main(['from-hf', {str(hf['yarn'])!r}, {str(tmp_path / 'run')!r}]); "
+        f"b = convert.main(['to-hf', {str(tmp_path / 'run')!r}, {str(tmp_path / 'back')!r}, '--dtype', 'bfloat16']); "
+        f"c = convert.main(['check', {str(tmp_path / 'run')!r}, {str(tmp_path / 'back')!r}]); print((a, b, c))"
+    )
+    out, err = process("-c", code)
+    assert out.endswith("(0, 0, 2)\n") and "requirements-dev.txt" in err
+    assert bits(tensors(tmp_path / "back")) == bits(tensors(hf["yarn"]))
+
+
+# ------------------------------------------------------------------------------------------------- logits are the proof
+
+
+@pytest.mark.parametrize("name", ["plain", "yarn"])
+def test_an_imported_model_gives_transformers_logits(hf, imported, name):
+    """QK-norm a head at a time, a pre-norm block, YaRN on all layers or on none, GQA heads in another order
+    (cases 71, 75, 81)."""
+    params, c = restore(imported[name])
+    assert params["q_norm"].shape == (c.model.n_layers, c.model.n_heads * c.model.head_dim)
+    assert (c.model.yarn is not None) == (name == "yarn")
+    tokens = some_tokens()
+    ours, theirs = our_logits(params, c.model, tokens), hf_logits(hf[name], tokens)
+    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs, atol=1e-4)
+    assert ours.shape[-1] == 128 and ours.argmax(-1).max() < VOCABULARY  # padding rows are outside the softmax
+
+    def ce(logits):
+        return -np.asarray(jax.nn.log_softmax(logits))[0, np.arange(47), tokens[0, 1:]].mean()
+
+    assert abs(ce(ours[:1, :-1]) - ce(theirs[:1, :-1])) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["4", "5"])
+@pytest.mark.parametrize("yarn", [False, True])
+def test_an_exported_model_gives_our_logits(house, tmp_path, capsys, form, yarn):
+    """A config.json whose RoPE, window or eps transformers reads as something else, in either form (cases 71, 83)."""
+    keys = {"yarn": {"factor": 8.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0}} if yarn else {}
+    save_checkpoint(house.root, tmp_path / "run", 1, **keys)
+    run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf", "--transformers", form, "--max-position-embeddings", 128)
+    params, c = restore(tmp_path / "run")
+    tokens = some_tokens()
+    theirs = hf_logits(tmp_path / "hf", tokens)
+    np.testing.assert_allclose(our_logits(params, c.model, tokens)[..., :VOCABULARY], theirs, atol=1e-4)
+
+
+def test_yarn_frequencies_are_transformers():
+    """Positions divided by the factor instead of YaRN, or a range that is not rounded (case 73): truncate is True."""
+    raw = train.read_yaml(REPO / "configs" / "stage1.yaml")["model"]
+    raw |= {"yarn": {"factor": 8.0, "original_length": 8192, "beta_fast": 32.0, "beta_slow": 1.0}}
+    m = train.build(model.ModelConfig, raw, "model")
+    hf = convert.hf_config(m, 5, 65536, "float32", {"eos_token_id": 0, "pad_token_id": None})
+    config = transformers.AutoConfig.for_model(**hf)
+    theirs, factor = _compute_yarn_parameters(config, "cpu", layer_type="full_attention")
+    ours, our_factor = model.rope_frequencies(m, yarn=True)
+    assert np.abs(ours - theirs.numpy()).max() < 1e-7
+    assert factor == our_factor == pytest.approx(1.2079441541679836, abs=1e-15)
+    assert not np.allclose(ours[:64], model.rope_frequencies(m, yarn=False)[0])
+
+
+def test_padding_rows_come_as_zeros_and_do_not_leave(hf, imported, tmp_path, capsys):
+    """Rows that are cut or kept without a word: 97 in, 128 inside, 97 out (case 81)."""
+    params, _ = restore(imported["plain"])
+    for leaf in convert.VOCABULARY:
+        assert params[leaf].shape == (128, 48) and not np.any(params[leaf][VOCABULARY:])
+    run(capsys, "to-hf", imported["plain"], tmp_path / "back")
+    assert tensors(tmp_path / "back")["lm_head.weight"].shape == (VOCABULARY, 48)
+
+
+# ------------------------------------------------------------------------------------------------------ configurations
+
+
+def seven_b(**changes) -> model.ModelConfig:
+    raw = train.read_yaml(REPO / "configs" / "stage1.yaml")["model"] | changes
+    return train.build(model.ModelConfig, raw, "model")
+
+
+@pytest.mark.parametrize("form", [4, 5])
+def test_config_json_of_the_7b(tmp_path, form):
+    """Whole numbers where floats are asked for, the class default of rms_norm_eps, a missing key (case 83)."""
+    m = seven_b(yarn={"factor": 8.0, "original_length": 8192, "beta_fast": 32.0, "beta_slow": 1.0})
+    ids = {"eos_token_id": 100257, "pad_token_id": 100277}
+    written = convert.hf_config(m, form, 65536, "bfloat16", ids)
+    convert.write_json(tmp_path / "config.json", written)
+    assert ("rope_parameters" in written) == (form == 5)
+    assert written["layer_types"] == [
+        "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+    ] * 8  # fmt: skip
+    yarn = written["rope_parameters"]["full_attention"] if form == 5 else written["rope_scaling"]
+    for value in (yarn["factor"], yarn["beta_fast"], yarn["beta_slow"], written["rms_norm_eps"], written["rope_theta"]):
+        assert type(value) is float
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.rms_norm_eps, config.sliding_window, config.vocab_size) == (1e-6, 4096, 100278)
+    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (100257, 100277, None)
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    assert full["rope_type"] == "yarn" and full["attention_factor"] == 0.1 * np.log(8) + 1
+    assert sliding == {"rope_type": "default", "rope_theta": 500000.0} and full["rope_theta"] == 500000.0
+    assert convert.model_config(written, "x", "bfloat16") == m  # and back
+
+
+def refused(hf: dict, key: str, value) -> str:
+    changed = {k: v for k, v in hf.items() if not (k == key and value is None)}
+    if value is not None:
+        changed[key] = value
+    with pytest.raises(ValueError) as e:
+        convert.model_config(changed, "config.json", "float32")
+    return str(e.value)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("model_type", "olmo2"), ("hidden_act", "gelu"), ("attention_bias", True), ("tie_word_embeddings", True),
+    ("layer_types", ["sliding_attention", "full_attention", "full_attention", "sliding_attention"] * 8),
+    ("layer_types", ["sliding_attention", "chunked_attention"] * 16), ("layer_types", ["full_attention"] * 31),
+    ("rms_norm_eps", None), ("sliding_window", None), ("hidden_size", None), ("rope_theta", None),
+    ("rope_scaling", {"rope_type": "linear", "factor": 2.0}), ("attention_dropout", 0.1), ("num_hidden_layers", "32"),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 8.0}),
+    ("rope_scaling", {"rope_type": "yarn", **YARN, "attention_factor": 1.0}),
+    ("rope_scaling", {"rope_type": "yarn", **YARN, "truncate": False}),
+    ("rope_scaling", {"rope_type": "yarn", **YARN, "mscale": 1.0}),
+    ("rope_parameters", {"rope_type": "yarn", "rope_theta": 5e5, **YARN}),
+    ("rope_parameters", {"sliding_attention": {"rope_type": "yarn", "rope_theta": 5e5, **YARN},
+                         "full_attention": {"rope_type": "default", "rope_theta": 5e5}}),
+    ("rope_parameters", {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                         "full_attention": {"rope_type": "default", "rope_theta": 5e5}}),
+])  # fmt: skip
+def test_what_is_no_olmo3_is_refused(key, value):
+    """A model that is converted although its maths is not ours; the message names key and value in one line."""
+    hf = convert.hf_config(seven_b(), 4, 8192, "float32", {"eos_token_id": 0, "pad_token_id": None})
+    assert convert.model_config(hf, "config.json", "bfloat16") == seven_b()
+    message = refused(hf, key, value)
+    assert "\n" not in message and message.startswith("config.json") and "expected" in message
+
+
+@pytest.mark.parametrize("layers, pattern", [(4, "sssf"), (8, "sssf"), (6, "sf"), (3, "s"), (2, "f")])
+def test_patterns_of_layers(layers, pattern):
+    """A cycle that is read wrongly: too long, or shifted."""
+    m = seven_b(n_layers=layers, pattern=pattern)
+    hf = convert.hf_config(m, 5, 8192, "float32", {"eos_token_id": 0, "pad_token_id": None})
+    assert convert.model_config(hf, "x", "bfloat16") == m
+
+
+def test_a_flat_rope_of_transformers_5_is_read(hf, imported, tmp_path, capsys):
+    """rope_parameters that hold for all layers, as transformers 5.0 to 5.12 wrote them."""
+    config = json.loads((hf["plain"] / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    assert convert.model_config(config, "x", "float32") == restore(imported["plain"])[1].model
+
+
+# ------------------------------------------------------------------------------------------- damaged sources, atomicity
+
+
+def remove_shard(folder, index):
+    (folder / sorted(set(index["weight_map"].values()))[1]).unlink()
+
+
+def edit_tensor(edit):
+    def damage(folder, index):
+        path = folder / index["weight_map"][UPDATE]
+        content = load_file(path)
+        edit(content)
+        save_file(content, path, metadata={"format": "pt"})
+
+    return damage
+
+
+def duplicate(folder, index):
+    other = next(s for s in set(index["weight_map"].values()) if s != index["weight_map"][UPDATE])
+    content = load_file(folder / other)
+    content[UPDATE] = load_file(folder / index["weight_map"][UPDATE])[UPDATE]
+    save_file(content, folder / other, metadata={"format": "pt"})
+
+
+def cut_file(folder, index):
+    path = folder / index["weight_map"][UPDATE]
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def stray_file(folder, index):
+    save_file({"x": np.zeros(2, np.float32)}, folder / "model-00099-of-00099.safetensors")
+
+
+@pytest.mark.parametrize("damage, words", [
+    (remove_shard, ["absent"]),
+    (edit_tensor(lambda c: c.pop(UPDATE)), [UPDATE, "not there"]),
+    (edit_tensor(lambda c: c.update({"model.layers.1.mlp.bias": np.zeros(3, np.float32)})), ["mlp.bias"]),
+    (edit_tensor(lambda c: c.update({UPDATE: np.ascontiguousarray(c[UPDATE].T)})), [UPDATE, "[48, 72]", "[72, 48]"]),
+    (edit_tensor(lambda c: c.update({UPDATE: c[UPDATE].astype(np.int32)})), [UPDATE, "I32"]),
+    (duplicate, [UPDATE, "and in"]),
+    (cut_file, ["not a whole safetensors file"]),
+    (stray_file, ["model-00099-of-00099.safetensors", "not listed"]),
+], ids=["shard", "missing", "unknown", "shape", "dtype", "twice", "cut", "stray"])  # fmt: skip
+def test_a_damaged_source_is_named_and_nothing_is_left(hf, tmp_path, capsys, damage, words):
+    """A tensor that nobody asked for or that is not there, so that weights stay unset (case 77)."""
+    folder = shutil.copytree(hf["yarn"], tmp_path / "hf")
+    damage(folder, json.loads((folder / "model.safetensors.index.json").read_text()))
+    _, err = run(capsys, "from-hf", folder, tmp_path / "run", expect=2)
+    assert all(word in err for word in words), err
+    assert err.count("\n") == 1 and sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_single_file_is_checked_both_ways(hf, tmp_path, capsys):
+    """Without an index only the model says which tensors there are."""
+    for i, (edit, words) in enumerate((
+        (lambda c: c.pop(UPDATE), f"{UPDATE}: missing"),
+        (lambda c: c.update({UPDATE.replace("1", "4"): c[UPDATE]}), f"{UPDATE.replace('1', '4')}: unknown tensor"),
+    )):  # fmt: skip
+        folder = shutil.copytree(hf["plain"], tmp_path / f"hf{i}")
+        edit_tensor(edit)(folder, {"weight_map": {UPDATE: "model.safetensors"}})
+        _, err = run(capsys, "from-hf", folder, tmp_path / "run", expect=2)
+        assert words in err and not (tmp_path / "run").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_an_existing_destination_is_refused(hf, imported, tmp_path, capsys):
+    """Two conversions mixed in one folder, or a run that is written over."""
+    (tmp_path / "run").mkdir()
+    for verb, source in (("from-hf", hf["plain"]), ("to-hf", imported["plain"]), ("stage2-init", imported["plain"])):
+        _, err = run(capsys, verb, source, tmp_path / "run", expect=2)
+        assert "exists" in err or "no optimizer state" in err
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("verb, place, signal_number, code", [
+    ("from-hf", "OrbaxLeaves.flush", signal.SIGKILL, -9),
+    ("to-hf", "CheckSums.compare", signal.SIGKILL, -9),
+    ("from-hf", "OrbaxLeaves.flush", signal.SIGTERM, 143),
+])  # fmt: skip
+def test_a_kill_in_the_middle_leaves_no_destination(hf, imported, tmp_path, verb, place, signal_number, code):
+    """A half-written checkpoint that looks whole. SIGTERM also removes what was built."""
+    owner, method = place.split(".")
+    source = hf["plain"] if verb == "from-hf" else imported["plain"]
+    script = (
+        f"import os, sys, convert; f = convert.{place}\n"
+        f"def here(*a):\n    os.kill(os.getpid(), {int(signal_number)}); return f(*a)\n"
+        f"convert.{owner}.{method} = here\n"
+        f"sys.exit(convert.main([{verb!r}, {str(source)!r}, {str(tmp_path / 'out')!r}]))"
+    )
+    process("-c", script, expect=code)
+    left = [p.name for p in tmp_path.iterdir()]
+    assert "out" not in left and bool(left) == (signal_number == signal.SIGKILL)
+    assert convert.main([verb, str(source), str(tmp_path / "out")]) == 0
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_caught(house, tmp_path, capsys):
+    """Numbers that are read as others: the arrays have no checksum of their own, meta has."""
+    save_checkpoint(house.root, tmp_path / "run", 1)
+    meta = tmp_path / "run" / "checkpoints" / "3" / "meta" / "metadata"
+    content = json.loads(meta.read_text())
+    content["checksums"]["params"]["['w_up']"] ^= 1 << 20
+    meta.write_text(json.dumps(content))
+    for verb in ("to-hf", "stage2-init"):
+        _, err = run(capsys, verb, tmp_path / "run", tmp_path / "out", expect=1)
+        assert "w_up" in err and "damaged" in err and [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_memory_stays_below_the_checkpoint(tmp_path):
+    """A conversion that reads a file, a leaf or a stack of layers whole: 230 MB of bf16 are 460 MB in fp32."""
+    m = seven_b(vocab_size=5000, padded_vocab_size=5120, n_layers=20, d_model=640, n_heads=8, n_kv_heads=4, head_dim=72,
+                d_ff=2560, init_std=0.02)  # fmt: skip
+    folder, dtype, shapes = tmp_path / "hf", np.dtype(ml_dtypes.bfloat16), convert.hf_shapes(m)
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    parts = (rng.bytes(2 * int(np.prod(shape))) for shape in shapes.values())
+    parts = (np.frombuffer(p, np.uint16) & np.uint16(0xBFFF) for p in parts)  # no NaN, no infinity
+    convert.write_shard(folder / "model.safetensors", shapes, dtype, parts)
+    ids = {"eos_token_id": 0, "pad_token_id": None}
+    convert.write_json(folder / "config.json", convert.hf_config(m, 5, 8192, "bfloat16", ids))
+    script = """
+import resource, sys, convert
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+assert convert.main(["from-hf", sys.argv[1], sys.argv[2]]) == 0
+middle = peak()
+assert convert.main(["to-hf", sys.argv[2], sys.argv[3], "--dtype", "bfloat16", "--max-shard-bytes", "50000000"]) == 0
+print("GREW", middle - before, peak() - before)
+"""
+    out, _ = process("-c", script, folder, tmp_path / "run", tmp_path / "back")
+    grew = [int(n) for n in out.split("GREW")[1].split()]
+    assert (folder / "model.safetensors").stat().st_size > 220e6
+    assert max(grew) < 150, grew
+    assert bits(tensors(tmp_path / "back")) == bits(tensors(folder))
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory):
+    """A model whose q_proj is square, so that a transpose keeps its shape; and its import."""
+    root = tmp_path_factory.mktemp("square")
+    folder = make_hf(root / "hf", yarn=True, head_dim=12)
+    assert convert.main(["from-hf", str(folder), str(root / "run")]) == 0
+    return folder, root / "run"
+
+
+def test_check_agrees_with_a_right_conversion(square, house, tmp_path, capsys):
+    """A gate that never opens; and tokens from a file that are not those in it."""
+    folder, run_dir = square
+    tokens = house.root / "tokens" / "part-00000.npy"
+    out, err = run(capsys, "check", run_dir, folder, "--length", 64, "--sequences", 2, "--tokens", tokens)
+    assert out["failures"] == [] and out["tensors"] == {"identical": 47, "different": {}} and out["yarn"]
+    assert [b["name"] for b in out["float32"]["blocks"]][3:6] == [
+        "block 2 (sliding attention)", "block 3 (full attention)", "final norm",
+    ]  # fmt: skip
+    assert max(b["difference"] for b in out["float32"]["blocks"]) < 1e-5 and out["float32"]["kl_max"] < 1e-6
+    assert out["float32"]["top1_agreement"] == out["float32"]["top10_overlap"] == 1.0
+    assert 1e-4 < max(b["difference"] for b in out["bfloat16"]["blocks"]) < 0.1
+    assert "block 3 (full attention)" in err
+    _, err = run(capsys, "check", run_dir, folder, "--length", 64, "--dtype", "bfloat16", "--threshold", 1e-6, expect=1)
+    assert "pseudo-random" in err and "block 0 (sliding attention)" in err
+
+
+@pytest.mark.parametrize("fault, block", [("swapped", 2), ("transposed", 1), ("scaled", 3), ("invisible", None)])
+def test_check_names_the_block_of_a_wrong_tensor(square, tmp_path, capsys, fault, block):
+    """A conversion that "succeeded" and writes gibberish (case 85); a scale that the following norm hides."""
+    folder = shutil.copytree(square[0], tmp_path / "hf")
+    content = load_file(folder / "model.safetensors")
+    gate, up = (f"model.layers.2.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    query, norm = "model.layers.1.self_attn.q_proj.weight", "model.layers.3.post_feedforward_layernorm.weight"
+    out_proj = "model.layers.0.self_attn.o_proj.weight"
+    if fault == "swapped":
+        content[gate], content[up] = content[up], content[gate]
+    elif fault == "transposed":
+        content[query] = np.ascontiguousarray(content[query].T)
+    elif fault == "scaled":
+        content[norm] = 2 * content[norm]
+    else:
+        content[out_proj] = 2 * content[out_proj]
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    argv = ("check", square[1], folder, "--length", 32, "--dtype", "float32")
+    capsys.readouterr()
+    assert convert.main([str(a) for a in argv]) == 1
+    out, err = capsys.readouterr()
+    out = json.loads(out)
+    found = out["float32"]["first_block_that_differs"]
+    wrong = {"swapped": {gate, up}, "transposed": {query}, "scaled": {norm}, "invisible": {out_proj}}[fault]
+    assert set(out["tensors"]["different"]) == wrong and all(w in err for w in wrong)
+    if block is None:  # logits alone would have let it pass
+        assert found is None and out["float32"]["kl_max"] < 1e-4
+    else:
+        assert found.startswith(f"block {block} ") and found in err
+        if fault == "scaled":
+            assert out["float32"]["kl_max"] > 1e-2
+
+
+def test_check_refuses_a_missing_tensor_and_another_architecture(square, tmp_path, capsys):
+    """transformers fills a missing tensor with random numbers and only warns."""
+    folder = shutil.copytree(square[0], tmp_path / "hf")
+    content = load_file(folder / "model.safetensors")
+    del content[UPDATE]
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    _, err = run(capsys, "check", square[1], folder, expect=2)
+    assert f"{UPDATE}: missing" in err
+    config = json.loads((square[0] / "config.json").read_text())
+    convert.write_json(folder / "config.json", config | {"sliding_window": 9})
+    _, err = run(capsys, "check", square[1], folder, expect=2)
+    assert "window: got 9, expected 8" in err
+
+
+def test_check_refuses_transformers_that_is_wrong_for_yarn(square, imported, hf, tmp_path, capsys, monkeypatch):
+    """A comparison with a reference that is itself wrong (case 71): 5.0 to 5.12 scale the sliding layers, too."""
+    folder, run_dir = square
+    library = convert.import_reference()[1]  # its lazy module is not the object that `import transformers` bound here
+    monkeypatch.setattr(library, "__version__", "5.12.1")
+    _, err = run(capsys, "check", run_dir, folder, "--length", 32, "--dtype", "float32", expect=2)
+    assert "5.12.1" in err and "--without-yarn" in err and "proves" in err
+    out, _ = run(capsys, "check", run_dir, folder, "--length", 32, "--dtype", "float32", "--without-yarn")
+    assert not out["yarn"] and out["failures"] == []
+    run(capsys, "check", imported["plain"], hf["plain"], "--length", 32, "--dtype", "float32")  # plain RoPE: no matter
+
+    rotary = transformers.models.olmo3.modeling_olmo3.Olmo3RotaryEmbedding
+    right = rotary.forward
+    monkeypatch.undo()
+    monkeypatch.setattr(rotary, "forward", lambda self, x, ids, kind: right(self, x, ids, "full_attention"))
+    code = convert.main(["check", str(run_dir), str(folder), "--length", "32", "--dtype", "float32"])
+    assert code == 1 and "block 0 (sliding attention) differs" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ training goes on from conversions
+
+
+def test_three_starts_from_one_checkpoint(house, imported, tmp_path, capsys):
+    """One flag for all starts (cases 31, 87): stage 2 must keep moments but neither step nor data position, an import
+    has no moments to keep, and a params-only checkpoint is nothing to resume."""
+    resumed = shutil.copytree(house.run, tmp_path / "resumed")
+    assert "resuming from" in house.train(resumed, "--set", "run.steps=5")
+    steps = [json.loads(line)["step"] for line in open(resumed / "metrics.jsonl")]
+    assert steps[-1] == 5
+
+    out, _ = run(capsys, "stage2-init", house.run, tmp_path / "warm")
+    assert out["from_step"] == 4 and out["count"] == 4
+    linear = ["--set", "schedule.0.kind=linear", "--set", "schedule.0.warmup_steps=0", "--set", "run.steps=2"]
+    err = house.train(tmp_path / "stage2", "--init-from", tmp_path / "warm", "--init-state", "adam", *linear)
+    assert "parameters and Adam moments" in err
+    first = json.loads(open(tmp_path / "stage2" / "metrics.jsonl").readline())
+    assert first["step"] == 1 and first["optim/LR (group 0)"] == pytest.approx(1e-2 * (1 - 0.9 / 40), rel=1e-6)
+    assert first["throughput/total tokens"] == SEQUENCE * BATCH  # the data begins anew
+
+    err = house.train(tmp_path / "fresh", "--init-from", imported["plain"], "--set", "run.steps=2")
+    assert "fresh moments" in err
+    c, mesh = train.assemble_config(tiny_config(house.root), "test", "cpu", []), mesh_of(1)
+    with pytest.raises(ValueError, match="no moments prepared.*stage2-init"):
+        train.initial_state(c, mesh, str(imported["plain"]), "adam")
+    with pytest.raises(ValueError, match="no moments prepared"):
+        train.initial_state(c, mesh, str(house.run), "adam")  # moments of the end of a stage, not prepared
+    for folder, words in ((imported["plain"], "no optimizer state"), (tmp_path / "warm", "prepared start of a stage")):
+        here = train.Checkpoints(shutil.copytree(folder / "checkpoints", tmp_path / f"resume {folder.name}"), None)
+        with pytest.raises(ValueError, match=words):
+            here.restore_latest(c, mesh, {"fingerprint": "of the new stage", "usable": 100})
+    _, err = run(capsys, "stage2-init", imported["plain"], tmp_path / "nothing", expect=2)
+    assert "no optimizer state" in err and not (tmp_path / "nothing").exists()
+
+
+def test_stage2_init_keeps_every_bit_and_forgets_the_window(house, tmp_path, capsys):
+    """Moments that are rounded, a count of Adam that starts anew, a skip-step window of other data (case 87)."""
+    run(capsys, "stage2-init", house.run, tmp_path / "warm")
+    c = train.assemble_config(tiny_config(house.root), "test", "cpu", [])
+    params_target, state_target = train.state_shapes(c, mesh_of(1))
+    old, new = (train.find_checkpoint(str(p)) for p in (house.run, tmp_path / "warm"))
+    before, after = ((train.restore_item(p, "params", params_target), train.restore_item(p, "opt_state", state_target))
+                     for p in (old, new))  # fmt: skip
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), before, after)
+    changed = {jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(same) if not x}
+    assert changed == {"[1].losses", "[1].grad_norms", "[1].recorded"}
+    state = after[1]
+    assert int(state.count) == 4 and int(state.recorded) == 0 and int(before[1].recorded) == 4
+    assert not np.any(state.losses) and not np.any(state.grad_norms) and not bool(state.skipped)
+    meta = train.read_meta(new)
+    assert meta["stage2_init"] and (meta["step"], meta["instances_seen"], meta["tokens_seen"]) == (0, 0, 0)
+    assert meta["checksums"]["opt_state"] == train.checksums(state)
+
+
+def test_a_run_makes_the_detour_and_goes_on_bit_for_bit(house, tmp_path, capsys):
+    """The whole cycle: train, export, generate with transformers, import, one more step with the old moments."""
+    out, _ = run(capsys, "to-hf", house.run, tmp_path / "hf")
+    assert (out["eos_token_id"], out["pad_token_id"]) == (0, 1) and "tokenizer.json" in out["tokenizer"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (data.EOS, data.PAD)
+    prompt = tokenizer("w7 w8 w9", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [[9, 10, 11]]
+    made = loaded.generate(**prompt, max_new_tokens=5, do_sample=False)
+    assert made.shape[1] <= 8 and made.max() < VOCABULARY and loaded.generation_config.eos_token_id == 0
+    run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
+    assert (tmp_path / "run" / "hf" / "tokenizer.json").is_file()
+    out, _ = run(capsys, "check", tmp_path / "run", tmp_path / "hf", "--dtype", "float32")
+    assert out["tokens"] == "this project's source text"
+
+    c = train.assemble_config(tiny_config(house.root), "test", "cpu", [])
+    mesh = mesh_of(1)
+    params_target, state_target = train.state_shapes(c, mesh)
+    step_folder = train.find_checkpoint(str(house.run))
+    step, results = train.compile_train_step(c, mesh), []
+    batch = next(data.loader(data.open_data(c.data, None, tmp_path / "order"), 4 * BATCH, 5 * BATCH))
+    for source in (step_folder, train.find_checkpoint(str(tmp_path / "run"))):
+        params = train.restore_item(source, "params", params_target)
+        state = train.restore_item(step_folder, "opt_state", state_target)
+        on_device = train.to_device(batch, np.arange(BATCH), mesh, c)
+        params, state, metrics = step(params, state, on_device, np.int32(5))
+        results.append(jax.device_get((params, state, metrics)))
+    for params, _, _ in results:
+        for leaf in convert.VOCABULARY:  # padding rows are outside the softmax; they came back as zeros
+            params[leaf] = params[leaf][:VOCABULARY]
+    straight, detour = (jax.tree.map(lambda x: np.asarray(x).tobytes(), r) for r in results)
+    assert straight == detour
+    assert int(results[0][1].count) == 5
+
+
+def test_evaluate_opens_an_imported_checkpoint(house, imported):
+    """A meta whose config evaluate.py cannot assemble, or that names a recipe's index which is not there."""
+    argv = ("loss", imported["plain"], "--index", house.root / "train.json", "--batch", 4, "--set",
+            f"data.sequence_length={SEQUENCE}", "--hardware", "cpu")  # fmt: skip
+    out, _ = process(REPO / "evaluate.py", *argv)
+    assert json.loads(out)["heldout"]["all"]["ce"] > 1

@@ -1,0 +1,194 @@
+"""Model, loss, training, optimizer, data, learning rate and skip rule against OLMo-core's own code; see parity.py.
+
+Each test runs one comparison of parity.py and holds it to its tolerance; both sides of one kind are computed once.
+"""
+
+import numpy as np
+import parity
+import pytest
+
+pytestmark = pytest.mark.reference
+
+
+def check(comparison: parity.Comparison) -> None:
+    assert comparison.difference <= comparison.tolerance, comparison
+
+
+def test_every_comparison_is_asserted():
+    """Catches a comparison that stands in the printed table and that no test holds to its tolerance."""
+    assert {f"test_{compare.__name__}" for compare in parity.COMPARISONS} <= globals().keys()
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_model_logits():
+    """Catches any architecture that is not OLMo 3: a norm before its sub-layer, QK-norm per head or after RoPE, a
+    window one off, another layer pattern, eps or theta, gate and up swapped, interleaved RoPE, a tied or biased head.
+    """
+    check(parity.model_logits())
+
+
+def test_model_logits_yarn():
+    """Catches YaRN on the sliding layers too (as several Hugging Face versions had it), its factor on cos or sin
+    alone or left out, and a wrong ramp.
+    """
+    check(parity.model_logits_yarn())
+    assert parity.compare_logits(parity.replace(parity.YARN, factor=4.0), parity.YARN) > 1e-3  # it can be seen
+
+
+def test_recipe_of_7b():
+    """Catches a number of the 7B recipe (sizes, window, theta, eps, which layers slide, padding) that is not Ai2's."""
+    check(parity.recipe_of_7b())
+
+
+def test_initial_weights():
+    """Catches another std, a cut elsewhere than at 3 std, depth or width scaling, norms that do not start at one."""
+    check(parity.initial_weights())
+
+
+# -------------------------------------------------------------------------------------------------------------- loss
+
+
+def test_loss_labels():
+    """Catches labels that are not shifted, a last position or a filtered row that counts, and a shift that wraps."""
+    check(parity.loss_labels())
+
+
+def test_loss_cross_entropy():
+    """Catches another divisor than OLMo-core's: 45 labels + 16 for the filtered instance (not 45, 60 or 64), a
+    mean of micro-batch means, z-loss inside the reported CE, and padding rows left out of the softmax.
+    """
+    check(parity.loss_cross_entropy())
+    assert parity.loss_pair()["divisor"] == 45 + 16
+
+
+def test_loss_z():
+    """Catches a z-loss over 97 instead of 104 rows, over masked positions, or with another divisor than the CE's."""
+    check(parity.loss_z())
+
+
+def test_loss_gradients():
+    """Catches a backward pass that is not the gradient of CE + 1e-5 lse^2, in whichever tensor."""
+    check(parity.loss_gradients())
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def test_training_ce():
+    """Catches anything that drifts: batches of another order, a learning rate one step late, decay in the wrong place,
+    clipping after the moments, bias correction that counts skipped steps; over 200 steps, two epochs.
+    """
+    check(parity.training_ce())
+    ce = parity.training().ce
+    assert ce[0].min() > 4 and ce[-10:].max() < 1.2  # it learns: agreement at the start's loss would prove little
+
+
+def test_training_grad_norm():
+    """Catches a norm after clipping, a norm without some tensor, and gradients that only the norm would show."""
+    check(parity.training_grad_norm())
+    norms = parity.training().grad_norm
+    assert (norms > 1).any() and (norms < 1).any()  # clipped and not
+
+
+def test_training_windows():
+    """Catches a skip rule that is fed CE with z-loss, or the norm after clipping, which hardly ever shows in a step."""
+    check(parity.training_windows())
+
+
+def test_training_params():
+    """Catches a tensor that trains otherwise, also one that hardly changes the loss (norms, the embedding's decay)."""
+    check(parity.training_params())
+
+
+def test_training_skips():
+    """Catches a spike that one side alone skips, a skip elsewhere, and an instance that one side alone filters."""
+    check(parity.training_skips())
+    t = parity.training()
+    assert [np.flatnonzero(side).tolist() for side in t.skipped.T] == [[parity.SPIKE - 1]] * 2
+    assert t.filtered.sum(axis=0) * 8 == pytest.approx([10, 10])  # five instances in each of two epochs
+    np.testing.assert_allclose(t.lr[:, 0], t.lr[:, 1], rtol=5e-7)
+
+
+# --------------------------------------------------------------------------------------------------------- optimizer
+
+
+def test_optimizer_moments():
+    """Catches moments of unclipped gradients, swapped betas, 1 - beta rounded otherwise, a skipped step that enters."""
+    check(parity.optimizer_moments())
+
+
+def test_optimizer_params():
+    """Catches eps inside the root or before the bias correction, decay after the update or not times the learning
+    rate, and a bias correction that is one step off or counts the skipped update.
+    """
+    check(parity.optimizer_params())
+
+
+def test_optimizer_moments_compiled():
+    """Catches a compiled update that is more than contracted roundings away from the written one."""
+    check(parity.optimizer_moments_compiled())
+
+
+def test_optimizer_params_compiled():
+    """The same for the parameters."""
+    check(parity.optimizer_params_compiled())
+
+
+def test_optimizer_groups():
+    """Catches decay on the embedding, none on norms or head, and a spike that only one side skips."""
+    check(parity.optimizer_groups())
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+
+
+def test_data_batches():
+    """Catches another order, rows of a batch in another order, instances across files, a tail that is not dropped, a
+    last partial batch, and an epoch that starts elsewhere.
+    """
+    check(parity.data_batches())
+    assert parity.data_pair()["batches"] > 100
+
+
+def test_data_order():
+    """Catches order files that OLMo-core could not share (name, dtype, content), epochs counted from 0, seed and epoch
+    mixed otherwise, and a change of OLMo-core's own order against the vectors recorded in parity.py.
+    """
+    check(parity.data_order())
+
+
+def test_data_fingerprint():
+    """Catches a fingerprint by which one could not tell that a run of OLMo-core used the same data."""
+    check(parity.data_fingerprint())
+
+
+def test_repetition_filter():
+    """Catches 31 or 33 for 32 repetitions, periods to 12 or 14, spans that are cut at a row of the period or at the end
+    of the instance, and a span found across the end.
+    """
+    check(parity.repetition_filter())
+    n, filtered, _ = parity.filter_pair()
+    assert 0.1 * n < filtered < 0.9 * n
+
+
+# ------------------------------------------------------------------------------------------- learning rate and skips
+
+
+def test_learning_rate_float64():
+    """Catches a curve that is a step early or late, ends elsewhere, or passes from one piece to the next elsewhere."""
+    check(parity.learning_rate_float64())
+
+
+def test_learning_rate_float32():
+    """Catches fp32 that loses digits where the curve is flat or near zero, after a million steps."""
+    check(parity.learning_rate_float32())
+
+
+def test_skip_rule():
+    """Catches a rule that starts a step early or late, is two-sided, takes < for <=, a biased deviation, or a window of
+    127 or 129 values, counts the current value in, or leaves skipped values out.
+    """
+    check(parity.skip_rule())
+    assert parity.skip_pair()[1] > 50
