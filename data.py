@@ -781,7 +781,9 @@ def tokenize(args: argparse.Namespace) -> dict:
     folder = local_path(args.out) / args.label if args.label else local_path(args.out)
     if any(folder.glob("part-*.npy")) and not args.overwrite:
         raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
-    with tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="tokenize") as progress:
+    with tqdm(
+        total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="tokenize", disable=None
+    ) as progress:
         documents = read_documents(files, args.text_field, progress)
         counts = write_shards(documents, tokenizer, folder, args.eos, args.shard_tokens)
     return {"out": str(folder), "files": len(files)} | counts
@@ -855,7 +857,7 @@ def verify(args: argparse.Namespace) -> dict:
     index = load_index(args.index)
     root = local_path(args.data_root) if args.data_root else local_path(args.index).parent
     faults, scans = [], []
-    for file in tqdm(index.files, desc="verify", unit="file"):
+    for file in tqdm(index.files, desc="verify", unit="file", disable=None):
         path = root / file.path
         fault = file_fault(path, file) or format_fault(path, index.itemsize)
         if not fault and args.ids:
@@ -939,7 +941,7 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
     hash of their path; code and docstrings of a file go to the same side."""
     corpus = {split: {"code": [], "docs": []} for split in ("train", "heldout")}
     paths = (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts))
-    for path in tqdm(sorted(paths), desc="read", unit="file"):
+    for path in tqdm(sorted(paths), desc="read", unit="file", disable=None):
         try:
             code, docs = split_docstrings(path.read_bytes().decode().replace("\r\n", "\n"))
         except (UnicodeDecodeError, SyntaxError):
@@ -994,7 +996,11 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
         summary = {"out": str(out), "settings": settings, "python": platform.python_version()}
         for split, domains in corpus.items():
             for label, texts in domains.items():
-                counts = write_shards(tqdm(texts, desc=f"{split}/{label}"), tokenizer, building / split / label)
+                counts = write_shards(
+                    tqdm(texts, desc=f"{split}/{label}", unit="document", disable=None),
+                    tokenizer,
+                    building / split / label,
+                )
                 counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
                 summary.setdefault(split, {})[label] = counts
             index = build_index(labelled_files([str(building / split)]), building, sequence_length, **vocabulary)
