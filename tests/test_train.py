@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import signal
@@ -1038,8 +1039,8 @@ def test_full_disk_is_an_error(house, tmp_path):
     env = os.environ | {"XLA_FLAGS": ""}
     done = subprocess.run(["bash", "-c", limited], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
-    last = done.stderr.splitlines()[-1]
-    assert "a checkpoint could not be written" in last and "File too large" in last
+    # Orbax's threads log the other leaves' failures beside it, before or after.
+    assert re.search("train.py: error: .*a checkpoint could not be written.*File too large", done.stderr), done.stderr
 
 
 def test_what_a_person_sees(house, tmp_path):
