@@ -418,7 +418,7 @@ import data
 def main():
     config = data.DataConfig({index!r}, "olmo_core", 7, 16, 4, True, None, False)
     batches = data.loader(data.open_data(config), 0, 4000, workers=2)
-    next(batches)
+    next(batches), next(batches)  # one of each worker: both have set their signal handlers
     print(*[p.pid for p in multiprocessing.active_children()], flush=True)
     sys.stdin.readline()
     print(len([next(batches) for _ in range(20)]), flush=True)
