@@ -894,7 +894,7 @@ class Lockstep:
             positions_S = model.vary(jnp.arange(S))
             rope = model.rope_tables(m, positions_S, yarn=kind == "f" and m.yarn is not None)
             window = m.window if kind == "s" and m.window < S else None
-            return model.layer(x_ND, w, rope, positions_S, None, window, m, execution)
+            return model.layer(x_ND, w, rope, model.locate(positions_S, None, window), m, execution)
 
         def logits(w, x_ND):
             x_ND = x_ND.astype(m.compute_dtype)

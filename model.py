@@ -301,7 +301,8 @@ class Where(NamedTuple):
     """Which keys a query may see: not later, not beyond the window, not in another document.
 
     Positions are global and may depend on the shard, so they are arrays. `offset` tells what is known before
-    running: query i has the position of key i + offset; None if that differs from shard to shard.
+    running: query i has the position of key i + offset; None if that differs from shard to shard, and then the keys
+    are those of the whole sequence.
     """
 
     q_pos: jax.Array  # [S]
@@ -340,11 +341,16 @@ def blockwise_attention(q, k, v, where: Where, block: int):
 
     Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
     pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
-    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one.
+    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
+    shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
     """
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
     span = block if where.window is not None else block * -(-S // (block * UNROLLED))
+    if where.offset is None:
+        span = S
+    n_ranges = min(UNROLLED, -(-T // block))
+    ends = [T * (i + 1) // n_ranges for i in range(n_ranges)]
 
     def one_block(q_GRQK, q_pos, q_segment, k_GTK, v_GTK, k_pos, k_segment):
         n = q_pos.shape[0]
@@ -354,6 +360,16 @@ def blockwise_attention(q, k, v, where: Where, block: int):
         scores = jnp.where(mask, scores.reshape(G, R, n, -1) * K**-0.5, MASKED)
         probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, R * n, -1)
         return jnp.einsum("gqt,gtk->gqk", probs, v_GTK).reshape(G, R, n, K)
+
+    def one_block_up_to_its_last_key(q_GRQK, q_pos, q_segment, k_GTK, v_GTK, k_pos, k_segment):
+        def with_keys(end, q_GRQK, k_GTK, v_GTK):
+            keys = k_GTK[:, :end], v_GTK[:, :end], k_pos[:end], part(k_segment, 0, end)
+            return one_block(q_GRQK, q_pos, q_segment, *keys)
+
+        first_enough = jnp.sum(jnp.max(q_pos) >= jnp.array(ends))
+        return lax.switch(first_enough, [partial(with_keys, end) for end in ends], q_GRQK, k_GTK, v_GTK)
+
+    attend_block = one_block if where.offset is not None else one_block_up_to_its_last_key
 
     @jax.checkpoint
     def one_sequence(args):
@@ -365,14 +381,14 @@ def blockwise_attention(q, k, v, where: Where, block: int):
             queries = (q_GRSK[:, :, start:stop], where.q_pos[start:stop], part(q_segment, start, stop))
             keys = (k_GTK[:, low:high], v_GTK[:, low:high], where.k_pos[low:high], part(k_segment, low, high))
             if stop - start <= block or (stop - start) % block:
-                out.append(one_block(*queries, *keys))
+                out.append(attend_block(*queries, *keys))
                 continue
             n = (stop - start) // block
             blocks = [
                 None if x is None else jnp.stack(jnp.split(x, n, axis))
                 for x, axis in zip(queries, (2, 0, 0), strict=True)
             ]
-            mapped = lax.map(lambda x: jax.checkpoint(one_block)(*x, *keys), tuple(blocks))  # noqa: B023
+            mapped = lax.map(lambda x: jax.checkpoint(attend_block)(*x, *keys), tuple(blocks))  # noqa: B023
             out.append(jnp.concatenate(list(mapped), axis=2))
         return jnp.concatenate(out, axis=2)
 
@@ -396,30 +412,39 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
 ATTENTION: dict[str, Callable] = {"dense": dense_attention, "blockwise": blockwise_attention}
 
 
-def attend(q, k, v, positions_S, segments_BS, window: int | None, execution: Execution):
+def locate(positions_S, segments_BS, window: int | None) -> Where:
+    """Where this device's queries and keys are, once `attend` has fetched keys and exchanged queries."""
+    shards, S = lax.axis_size("context"), positions_S.shape[0]
+    segments = segments_BS is not None
+    if shards == 1:
+        return Where(positions_S, positions_S, segments_BS, segments_BS, window, 0)
+    if window is not None:
+        halo = min(window - 1, S * (shards - 1))
+        k_pos = positions_S[0] - halo + jnp.arange(halo + S)
+        return Where(positions_S, k_pos, segments_BS, with_halo(segments_BS, halo) if segments else None, window, halo)
+    q_pos = swap_with_mirror(positions_S[None])[0]
+    k_pos = vary(jnp.arange(S * shards))
+    q_segment = swap_with_mirror(segments_BS) if segments else None
+    return Where(q_pos, k_pos, q_segment, gather_sequence(segments_BS) if segments else None, None, None)
+
+
+def attend(q, k, v, where: Where, execution: Execution):
     """Causal attention over the whole sequence, of which this device holds S contiguous positions.
 
-    A sliding layer fetches the window - 1 keys before its shard from its neighbours; a full layer gathers all keys.
+    A sliding layer fetches the window - 1 keys before its shard from its neighbours. A full layer gathers all keys
+    and exchanges the later half of its queries with the mirror shard: shard i of n has as many keys to look at for
+    its earlier half as shard n-1-i lacks for its own, so that after the exchange all have the same work.
     """
-    shards = lax.axis_size("context")
-    S = q.shape[1]
-    fetch = []
-    if shards == 1:
-        k_pos, offset = positions_S, 0
-    elif window is None:
-        fetch = [partial(lax.all_gather, axis_name="context", axis=1, tiled=True)]  # [B, S, ..] -> [B, S*shards, ..]
-        k_pos, offset = vary(jnp.arange(S * shards)), None
-    else:
-        halo = min(window - 1, S * (shards - 1))
-        fetch = [partial(with_halo, halo=halo)]
-        k_pos, offset = positions_S[0] - halo + jnp.arange(halo + S), halo
-    for step in fetch:
-        k, v = step(k), step(v)
-    k_segment = segments_BS
-    for step in fetch if segments_BS is not None else []:
-        k_segment = step(k_segment)
-    where = Where(positions_S, k_pos, segments_BS, k_segment, window, offset)
-    return ATTENTION[execution.attention](q, k, v, where, execution.attention_block)
+    attention = partial(ATTENTION[execution.attention], where=where, block=execution.attention_block)
+    if lax.axis_size("context") == 1:
+        return attention(q, k, v)
+    if where.window is not None:
+        return attention(q, with_halo(k, where.offset), with_halo(v, where.offset))
+    return swap_with_mirror(attention(swap_with_mirror(q), gather_sequence(k), gather_sequence(v)))
+
+
+def gather_sequence(x):
+    return lax.all_gather(x, "context", axis=1, tiled=True)  # [B, S, ..] -> [B, S*shards, ..]
 
 
 def with_halo(x, halo: int):
@@ -430,11 +455,20 @@ def with_halo(x, halo: int):
     shards, S = lax.axis_size("context"), x.shape[1]
     to_the_right = [(i, i + 1) for i in range(shards - 1)]
     pieces, passed = [x], x
-    for _ in range(-(-halo // S)):
-        passed = lax.ppermute(passed, "context", to_the_right)  # [B, S, ..] moves one shard to the right
+    for missing in range(halo, 0, -S):
+        passed = passed[:, max(S - missing, 0) :]  # of the farthest neighbour only what the window still needs
+        passed = lax.ppermute(passed, "context", to_the_right)  # [B, <=S, ..] moves one shard to the right
         pieces.insert(0, passed)
-    whole = jnp.concatenate(pieces, axis=1)
-    return whole[:, whole.shape[1] - halo - S :]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def swap_with_mirror(x):
+    """[B, S, ..]: the later half of shard i changes places with that of shard n-1-i. Twice is as before."""
+    shards, S = lax.axis_size("context"), x.shape[1]
+    kept, sent = jnp.split(x, [S - S // 2], axis=1)
+    mirror = [(i, shards - 1 - i) for i in range(shards)]
+    received = lax.ppermute(sent, "context", mirror)  # [B, S/2, ..] stays [B, S/2, ..]
+    return jnp.concatenate([kept, received], axis=1)
 
 
 # ------------------------------------------------------------------------------------------------------ transformer
@@ -450,10 +484,10 @@ def embed_tokens(params, tokens_BS, config: ModelConfig):
     return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
-def attention_block(x_ND, w, rope, positions_S, segments_BS, window, config: ModelConfig, execution: Execution):
+def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution):
     """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor."""
     with jax.named_scope("attention"):
-        S = positions_S.shape[0]
+        S = where.q_pos.shape[0]
         q_NA = checkpoint_name(x_ND @ w["wq"], "q")
         k_NE = checkpoint_name(x_ND @ w["wk"], "k")
         v_NE = checkpoint_name(x_ND @ w["wv"], "v")
@@ -461,7 +495,7 @@ def attention_block(x_ND, w, rope, positions_S, segments_BS, window, config: Mod
         k_NE = rms_norm_over_tensor(k_NE, w["k_norm"], config.norm_eps)
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        context_BSHK = attend(q, k, v, positions_S, segments_BS, window, execution)
+        context_BSHK = attend(q, k, v, where, execution)
         context_NA = checkpoint_name(context_BSHK.reshape(q_NA.shape), "context")
         out_ND = jnp.einsum("na,da->nd", context_NA, w["wo"])
         return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "attn_out")  # heads summed; [N, D] stays [N, D]
@@ -476,7 +510,7 @@ def feed_forward_block(x_ND, w):
         return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "ffn_out")  # F summed; [N, D] stays [N, D]
 
 
-def layer(x_ND, w, rope, positions_S, segments_BS, window, config: ModelConfig, execution: Execution):
+def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution):
     """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
     w = {
         name: checkpoint_name(gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype), "gathered")
@@ -485,7 +519,7 @@ def layer(x_ND, w, rope, positions_S, segments_BS, window, config: ModelConfig, 
         for name, x in w.items()
     }
     x_ND = checkpoint_name(x_ND, "x")
-    attn_ND = attention_block(x_ND, w, rope, positions_S, segments_BS, window, config, execution)
+    attn_ND = attention_block(x_ND, w, rope, where, config, execution)
     x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
     ffn_ND = feed_forward_block(x_ND, w)
     return x_ND + rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps)
@@ -500,14 +534,14 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
     positions_S = vary(lax.axis_index("context") * S + jnp.arange(S))
     rope = {"s": rope_tables(config, positions_S, yarn=False)}
     rope["f"] = rope_tables(config, positions_S, yarn=config.yarn is not None)
-    sequence_length = S * lax.axis_size("context")
+    # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
+    window = config.window if config.window < S * lax.axis_size("context") else None
+    where = {"s": locate(positions_S, segments_BS, window), "f": locate(positions_S, segments_BS, None)}
 
     def cycle(x_ND, w):
         for i, kind in enumerate(config.pattern):
-            # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
-            window = config.window if kind == "s" and config.window < sequence_length else None
             w_i = {name: x[i] for name, x in w.items()}
-            x_ND = layer(x_ND, w_i, rope[kind], positions_S, segments_BS, window, config, execution)
+            x_ND = layer(x_ND, w_i, rope[kind], where[kind], config, execution)
         return x_ND, None
 
     if execution.remat is not None:
