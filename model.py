@@ -97,7 +97,7 @@ class Execution:
 
     attention: str  # dense | blockwise
     attention_block: int  # queries of one block of the blockwise attention
-    remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all but gathered weights
+    remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all, but no gathered weight
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
 
@@ -513,9 +513,7 @@ def feed_forward_block(x_ND, w):
 def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution):
     """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
     w = {
-        name: checkpoint_name(gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype), "gathered")
-        if name.startswith("w")
-        else x
+        name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if name.startswith("w") else x
         for name, x in w.items()
     }
     x_ND = checkpoint_name(x_ND, "x")
@@ -544,11 +542,11 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
             x_ND = layer(x_ND, w_i, rope[kind], where[kind], config, execution)
         return x_ND, None
 
-    if execution.remat is not None:
-        policy = jax.checkpoint_policies.save_only_these_names(*execution.remat)
-        cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
-    elif lax.axis_size("fsdp") > 1:  # save all but the gathered weights: only one or two layers are ever whole
-        policy = jax.checkpoint_policies.save_anything_except_these_names("gathered")
+    saved = execution.remat
+    if saved is None and lax.axis_size("fsdp") > 1:
+        saved = SAVED  # and not the gathered weights: only one or two layers are ever whole
+    if saved is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
         cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
 
     x_ND = embed_tokens(params, tokens_BS, config)
