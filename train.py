@@ -58,6 +58,7 @@ HERE = Path(__file__).resolve().parent
 BATCH_AXES = ("data", "fsdp")  # the batch is cut over both; every row of the global batch has one place
 FORMAT_VERSION = 1
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 143, 130
+HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead, and JAX ends the others
 
 
 class RunFailed(RuntimeError):
@@ -104,7 +105,7 @@ class HardwareConfig:
     scan_unroll: int
     loss_chunk: int
     loader_workers: int
-    xla_flags: dict  # compiler options of the jitted step
+    xla_flags: dict  # compiler options of the jitted step, as jax.jit takes them
     compilation_cache: str | None
 
 
@@ -310,9 +311,9 @@ def detect_hardware() -> str:
 # ------------------------------------------------------------------------------------------------------------- mesh
 
 
-def make_mesh(c: Config, batch: int | None = None) -> jax.sharding.Mesh:
-    """The mesh over all devices of all processes; ValueError if model or batch (default: global) cannot be cut so."""
-    sizes, n = dataclasses.asdict(c.hardware.mesh), jax.device_count()
+def mesh_sizes(c: Config, n: int, batch: int | None = None) -> dict[str, int]:
+    """Axis -> size over n devices; ValueError if model or batch (default: the global one) cannot be cut so."""
+    sizes = dataclasses.asdict(c.hardware.mesh)
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
@@ -325,6 +326,12 @@ def make_mesh(c: Config, batch: int | None = None) -> jax.sharding.Mesh:
     rows, batch = sizes["data"] * sizes["fsdp"], batch or c.data.global_batch
     if batch % rows:
         raise ValueError(f"global batch: got {batch}, expected a multiple of data x fsdp = {rows} of the mesh")
+    return sizes
+
+
+def make_mesh(c: Config, batch: int | None = None) -> jax.sharding.Mesh:
+    """The mesh over all devices of all processes."""
+    sizes = mesh_sizes(c, jax.device_count(), batch)
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
 
@@ -505,8 +512,11 @@ def train_step(params, opt_state, batch, step, c: Config, run: model.Execution, 
     return params, opt_state, metrics
 
 
-def compile_train_step(c: Config, mesh):
-    """The jitted step: (params, opt_state, batch, step) -> (params, opt_state, metrics); the state is donated."""
+def compile_train_step(c: Config, mesh, check_vma: bool = True):
+    """The jitted step: (params, opt_state, batch, step) -> (params, opt_state, metrics); the state is donated.
+
+    `mesh` may be abstract: then the step can be traced and lowered, but not run.
+    """
     local_batch = c.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
     size = microbatch(c, local_batch)
     specs, opt_specs = state_specs(c)
@@ -515,22 +525,15 @@ def compile_train_step(c: Config, mesh):
         mesh=mesh,
         in_specs=(specs, opt_specs, batch_specs(c), P()),
         out_specs=(specs, opt_specs, P()),
+        check_vma=check_vma,
     )
-    return jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options(c))
-
-
-def compiler_options(c: Config) -> dict[str, str]:
-    """hardware.xla_flags as jax.jit takes them."""
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in c.hardware.xla_flags.items()
-    }
+    return jax.jit(step, donate_argnums=(0, 1), compiler_options=c.hardware.xla_flags)
 
 
 def check_compiler_options(c: Config) -> None:
     """Compile nothing with them, before the model is compiled for minutes."""
     try:
-        jax.jit(lambda: 0, compiler_options=compiler_options(c)).lower().compile()
+        jax.jit(lambda: 0, compiler_options=c.hardware.xla_flags).lower().compile()
     except jax.errors.JaxRuntimeError as e:
         raise ValueError(f"xla_flags: {first_line(e)}; fix: take the flags of the compiler that is installed") from e
 
@@ -585,7 +588,7 @@ class HeldOut:
             in_specs=(param_specs(c), batch_specs(self.c)),
             out_specs=P(),
         )
-        self.step = jax.jit(step, compiler_options=compiler_options(c))
+        self.step = jax.jit(step, compiler_options=c.hardware.xla_flags)
 
     def __call__(self, params, progress: bool = False, should_stop=lambda: False) -> dict[str, dict] | None:
         """{label or "all": {"ce", "perplexity", "tokens", "instances"}}; None if `should_stop` cut it short."""
@@ -680,16 +683,21 @@ class Checkpoints:
         """
         damaged = sorted(self.folder.glob("*.damaged"))
         for step in sorted(self.manager.all_steps(), reverse=True):
+            folder, damage = self.folder / str(step), None
             try:
-                meta = read_meta(self.folder / str(step))
-                check_meta(meta, c, data_identity, self.folder / str(step))
-                params, opt_state = self.restore_state(step, c, mesh)
-                check_sums(meta, params=params, opt_state=opt_state)
+                meta = read_meta(folder)
+                check_meta(meta, c, data_identity, folder)
+                state = dict(zip(("params", "opt_state"), state_shapes(c, mesh), strict=True))
+                for item in state:
+                    state[item] = read_item(folder, item, state[item])
             except DamagedCheckpoint as e:
-                say(f"checkpoint {self.folder / str(step)} is damaged: {e}")
-                damaged.append(self.set_aside(step))
-                continue
-            return step, params, opt_state, meta
+                damage = str(e)
+            # Each process reads its own part: what one of them cannot read is damaged for all.
+            damage = first_of_any_process(damage) or wrong_sums(meta, **state)
+            if damage is None:
+                return step, state["params"], state["opt_state"], meta
+            say(f"checkpoint {folder} is damaged: {damage}")
+            damaged.append(self.set_aside(step))
         if damaged:
             raise RunFailed(
                 f"{self.folder}: no usable checkpoint is left beside {', '.join(p.name for p in damaged)}; nothing was "
@@ -697,22 +705,13 @@ class Checkpoints:
             )
         return None
 
-    def restore_state(self, step: int, c: Config, mesh):
-        target = dict(zip(("params", "opt_state"), state_shapes(c, mesh), strict=True))
-        for item, tree in target.items():
-            check_tree(self.folder / str(step) / item, tree)
-        args = {item: restore_args(tree) for item, tree in target.items()}
-        restored = read_arrays(lambda: self.manager.restore(step, args=ocp.args.Composite(**args)))
-        return restored["params"], restored["opt_state"]
-
     def set_aside(self, step: int) -> Path:
         source = self.folder / str(step)
         target = next(t for i in range(1000) if not (t := source.with_name(f"{step}.damaged{i or ''}")).exists())
         if jax.process_index() == 0:
             source.rename(target)
             say(f"renamed it to {target.name}; using the checkpoint before it")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"set aside {step}")
+        wait_for_processes(f"set aside {step}")
         self.manager.reload()
         return target
 
@@ -780,17 +779,21 @@ def checksums(tree) -> dict[str, int]:
     return {jax.tree_util.keystr(path): int(x) for path, x in sums}
 
 
-def check_sums(meta: dict, **items) -> None:
+def wrong_sums(meta: dict, **items) -> str | None:
+    """What differs from the sums in meta, the same on all processes; None if nothing does."""
     for item, tree in items.items():
         saved = meta.get("checksums", {}).get(item)  # a converted checkpoint may have none
         for name, now in checksums(tree).items() if saved is not None else ():
             if saved.get(name) != now:
-                raise DamagedCheckpoint(f"item {item!r}: {name}: the numbers read are not those that were saved")
+                return f"item {item!r}: {name}: the numbers read are not those that were saved"
+    return None
 
 
-def restore_args(tree):
-    args = ocp.checkpoint_utils.construct_restore_args(tree)
-    return ocp.args.PyTreeRestore(tree, restore_args=args)
+def read_item(step_folder: Path, item: str, target):
+    """One item as this process's devices need it; no process waits for another."""
+    check_tree(step_folder / item, target)
+    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(step_folder / item, args=args))
 
 
 def read_meta(step_folder: Path) -> dict:
@@ -900,10 +903,9 @@ def restore_item(step_folder: Path, item: str, target):
     """One item (params or opt_state) of a checkpoint, in the shapes, dtypes and shardings of `target`."""
     try:
         meta = read_meta(step_folder)
-        check_tree(step_folder / item, target)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = read_arrays(lambda: checkpointer.restore(step_folder / item, args=restore_args(target)))
-        check_sums(meta, **{item: tree})
+        tree = read_item(step_folder, item, target)
+        if damage := wrong_sums(meta, **{item: tree}):
+            raise DamagedCheckpoint(damage)
         return tree
     except DamagedCheckpoint as e:
         raise RunFailed(f"{step_folder}: {e}") from e
@@ -1174,6 +1176,7 @@ class Run:
         if c.run.eval_index is not None:
             self.held_out = HeldOut(c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
         run_dir.mkdir(parents=True, exist_ok=True)
+        check_shared(run_dir)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
         self.tokens_a_step = c.data.global_batch * c.data.sequence_length
         self.data_identity = {
@@ -1375,6 +1378,36 @@ def on_process_0(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.bool_(value))) if jax.process_count() > 1 else value
 
 
+def first_of_any_process(text: str | None) -> str | None:
+    """The text of the first process that has one, on all processes."""
+    if jax.process_count() == 1:
+        return text
+    letters = np.frombuffer((text or "").encode()[:512].ljust(512, b"\0"), np.uint8)
+    texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(letters))
+    return next((f"process {i}: {text}" for i, text in enumerate(texts) if text), None)
+
+
+def wait_for_processes(where: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
+
+
+def check_shared(folder: Path) -> None:
+    """All processes must see the same folder: a checkpoint whose parts lie on several disks can never be read."""
+    if jax.process_count() == 1:
+        return
+    mark = folder / f"shared.{int(multihost_utils.broadcast_one_to_all(np.int64(time.time_ns())))}"
+    if jax.process_index() == 0:
+        mark.touch()
+    wait_for_processes(f"{mark.name} is there")
+    alone = None if mark.exists() else f"{folder} is not the folder that process 0 sees"
+    alone = first_of_any_process(alone)
+    if jax.process_index() == 0:
+        mark.unlink()
+    if alone:
+        raise ValueError(f"--run-dir: {alone}; fix: a folder on a file system that all processes share")
+
+
 def replace_file(path: Path, text: str) -> None:
     """Atomically: a reader, or a restart after a kill, sees the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
@@ -1423,8 +1456,9 @@ def parse_args(argv=None):
                         help="with --init-from: fresh moments, or those that convert.py stage2-init prepared")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, compute nothing")
-    group = parser.add_argument_group("several processes")
-    group.add_argument("--coordinator", metavar="HOST:PORT")
+    group = parser.add_argument_group("several processes", "one on each host, all with the same --run-dir")
+    group.add_argument("--distributed", action="store_true", help="as the cluster tells (TPU pod, Slurm, Open MPI)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="elsewhere: where process 0 listens")
     group.add_argument("--num-processes", type=int)
     group.add_argument("--process-id", type=int)
     return parser.parse_args(argv)
@@ -1434,7 +1468,7 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     """Run a verb and turn what is the user's to mend into one line and an exit code: 2 bad input, 1 failed.
 
     A ValueError counts as bad input where this project's own code raised it; one from inside a library is a bug and
-    keeps its traceback.
+    keeps its traceback. With several processes a collective fails when one of them has died.
     """
     try:
         return command() or 0
@@ -1447,17 +1481,57 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     except RunFailed as e:
         print(f"{program}: error: {e}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as e:
+        if jax.process_count() == 1:
+            raise
+        print(f"{program}: error: process {jax.process_index()} cannot go on: {first_line(e)}; most likely another "
+              "process has ended: see its last lines, then start all again: they go on from the newest checkpoint",
+              file=sys.stderr)  # fmt: skip
+        return 1
+
+
+def join_processes(args) -> bool:
+    """Start jax.distributed as the flags say; False if they ask for a single process."""
+    named = (args.coordinator, args.num_processes, args.process_id)
+    if args.distributed and named != (None, None, None):
+        raise ValueError(
+            "--distributed: got --coordinator, --num-processes or --process-id beside it, expected one way"
+        )
+    if not args.distributed:
+        if named == (None, None, None):
+            return False
+        if None in named:
+            raise ValueError("--coordinator, --num-processes, --process-id: got some, expected all three")
+        if not re.fullmatch(r".+:[0-9]+", args.coordinator):
+            raise ValueError(f"--coordinator: got {args.coordinator!r}, expected HOST:PORT")
+        if not 0 <= args.process_id < args.num_processes:
+            raise ValueError(f"--process-id: got {args.process_id}, expected 0 to {args.num_processes - 1}")
+    # Gloo greets on standard output, which is for results.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        jax.distributed.initialize(*named, heartbeat_timeout_seconds=HEARTBEAT)
+    except ValueError as e:
+        raise ValueError(f"--distributed: {first_line(e)}; fix: --coordinator, --num-processes, --process-id") from e
+    return True
+
+
+def end_process(code: int) -> None:
+    """Leave at once. An orderly exit would wait for processes that wait for this one; so they notice that it is gone,
+    by a collective that fails or by its heartbeat, and end as well."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(5)  # JAX's coordinator lives here; the others may still have to say why they end
+    os._exit(code)
 
 
 def main(argv=None) -> int:
-    args = parse_args(argv)
+    args, several = parse_args(argv), False
 
     def command() -> int | None:
-        several = (args.coordinator, args.num_processes, args.process_id)
-        if any(x is not None for x in several):
-            if any(x is None for x in several):
-                raise ValueError("--coordinator, --num-processes, --process-id: got some, expected all three")
-            jax.distributed.initialize(*several)
+        nonlocal several
+        several = join_processes(args)
         c = load_config(args.config, args.hardware, args.set)
         run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
         if args.init_from is None and args.init_state != "params":
@@ -1468,7 +1542,16 @@ def main(argv=None) -> int:
             return dry_run(c, args.data_root)
         return train(c, run_dir, args.data_root, args.init_from, args.init_state)
 
-    return run_command("train.py", command)
+    try:
+        code = run_command("train.py", command)
+    except BaseException as e:
+        if not several:
+            raise
+        traceback.print_exc()
+        code = EXIT_INTERRUPTED if isinstance(e, KeyboardInterrupt) else 1
+    if several and code not in (0, EXIT_PREEMPTED):
+        end_process(code)
+    return code
 
 
 if __name__ == "__main__":

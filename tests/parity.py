@@ -287,7 +287,7 @@ def our_gradients(c: train.Config, params: dict, batch: dict, divisor: float):
     f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, train.batch_specs(c)), out_specs=(specs, P()))
     on_mesh = train.to_device(batch, np.arange(c.data.global_batch), one_device(), c)
     grads, (ce, lse_squared) = jax.tree.map(
-        np.asarray, jax.jit(f, compiler_options=train.compiler_options(c))(params, on_mesh)
+        np.asarray, jax.jit(f, compiler_options=c.hardware.xla_flags)(params, on_mesh)
     )
     return grads, float(ce), float(lse_squared)
 

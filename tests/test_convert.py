@@ -13,6 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import harness
 import jax
 import ml_dtypes
 import numpy as np
@@ -60,32 +61,13 @@ def make_hf(folder: Path, dtype=torch.float32, yarn=False, layers=4, shard="1GB"
     return folder
 
 
-def tiny_config(root: Path, **overrides) -> dict:
+def tiny_config(root: Path) -> dict:
     """The same model as make_hf's, as a recipe."""
-    return {
-        "model": {
-            "vocab_size": VOCABULARY, "padded_vocab_size": 128, "mask_padded_vocab": True, "n_layers": 4,
-            "d_model": 48, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "d_ff": 72, "window": 8, "pattern": "sssf",
-            "rope_theta": 500000.0, "yarn": None, "norm_eps": 1e-6, "init_std": 0.1, "compute_dtype": "float32",
-            "grad_reduce_dtype": "float32",
-        },
-        "data": {
-            "index": str(root / "train.json"), "order": "olmo_core", "seed": 34521, "sequence_length": SEQUENCE,
-            "global_batch": BATCH, "repetition_filter": False, "mask_token": None, "document_mask": False,
-        },
-        "optim": {
-            "peak_lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0,
-            "skip_window": 8, "skip_sigma": 6.0, "max_nonfinite_steps": 3,
-        },
-        "schedule": [
-            {"until": None, "kind": "cosine", "warmup_steps": 4, "total_steps": 40, "final_fraction": 0.1},
-        ],
-        "loss": {"z_loss": 1e-5, "filtered_in_divisor": True},
-        "run": {
-            "name": "tiny", "steps": 4, "seed": 0, "checkpoint_every": 4, "keep_checkpoints": None,
-            "log_every": 4, "eval_index": None, "eval_every": 100, "eval_batches": None,
-        },
-    }  # fmt: skip
+    c = harness.tiny_config(root)
+    c["model"] |= {"d_model": 48, "n_kv_heads": 2, "head_dim": 10, "d_ff": 72, "init_std": 0.1}
+    c["data"]["repetition_filter"] = False
+    c["run"] |= {"steps": 4, "eval_index": None, "eval_every": 100}
+    return c
 
 
 def word_tokenizer() -> Tokenizer:

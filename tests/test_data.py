@@ -390,6 +390,33 @@ def test_loader_covers_an_epoch_once_over_hosts(corpus):
     assert list(data.loader(data.open_data(config(corpus)), 20, 20)) == []
 
 
+def test_one_file_is_enough_for_four_hosts(tmp_path):
+    """Hosts without a file of their own that fall back to all files: instances averaged twice (case 69)."""
+    index = make_index(tmp_path, {"web/only.npy": random_tokens(22 * S)})
+    hosts = [data.open_data(config(index, global_batch=8), rows=[2 * h, 2 * h + 1]) for h in range(4)]
+    seen = [sum((host.batch_at(p)["instance"].tolist() for p in (0, 8)), []) for host in hosts]
+    assert all(len(set(ids)) == 4 for ids in seen) and len(set(sum(seen, []))) == 16
+    dropped = set(range(22)) - set(sum(seen, []))
+    order = data.epoch_order("olmo_core", 22, 7, 1, None)
+    assert dropped == set(order[16:].tolist())
+
+
+def test_stream_goes_on_with_other_workers_and_hosts(corpus):
+    """A position that fits one number of workers and hosts only, or starts again from 0 with another (case 11)."""
+    straight = [data.open_data(config(corpus)).batch_at(p)["instance"].tolist() for p in range(0, 20, 4)]
+
+    def read(begin: int, end: int, workers: int, hosts: list) -> list[list[int]]:
+        parts = []
+        for rows in hosts:
+            batches = data.loader(data.open_data(config(corpus), rows=rows), begin, end, workers=workers)
+            parts.append([b["instance"].tolist() for b in batches])
+            batches.close()
+        return [sum(step, []) for step in zip(*parts, strict=True)]
+
+    assert read(0, 8, 0, [[0, 1, 2, 3]]) + read(8, 20, 2, [[0, 1], [2, 3]]) == straight
+    assert read(0, 12, 1, [[0], [1], [2], [3]]) + read(12, 20, 0, [[0, 1, 2, 3]]) == straight
+
+
 def test_errors_of_workers_arrive_and_workers_end(tmp_path):
     """A bad id that stops a worker silently, late, or as another exception; processes that outlive close()."""
     tokens = random_tokens(12 * S)

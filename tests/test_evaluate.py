@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 
+import harness
 import jax
 import numpy as np
 import pytest
-import test_train
-from test_train import SEQUENCE, STEPS, House, flip, largest
+from harness import SEQUENCE, STEPS
+from test_train import flip, largest
 
 import data
 import evaluate
@@ -18,24 +19,12 @@ import model
 import train
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory) -> House:
-    return House(tmp_path_factory.mktemp("house"))
-
-
-@pytest.fixture(scope="module")
-def trained(house):
-    """A run of 16 steps, on one device of a process of its own."""
-    house.run(house.root / "run")
-    return house.root / "run"
-
-
 @pytest.fixture
-def loss(house, trained, monkeypatch, capsys):
+def loss(house, straight, monkeypatch, capsys):
     """loss(*arguments) -> what `evaluate.py loss RUN --hardware cpu ...` prints, on one device of this process."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-    def call(*arguments: str, checkpoint=trained, expect: int = 0):
+    def call(*arguments: str, checkpoint=straight, expect: int = 0):
         capsys.readouterr()
         code = evaluate.main(["loss", str(checkpoint), "--hardware", "cpu", *arguments])
         out, err = capsys.readouterr()
@@ -46,15 +35,15 @@ def loss(house, trained, monkeypatch, capsys):
 
 
 def training_said(run_dir, step: int = STEPS) -> dict:
-    rows = [r for r in test_train.rows(run_dir) if r["step"] == step and train.is_evaluation(r)]
+    rows = [r for r in harness.rows(run_dir) if r["step"] == step and train.is_evaluation(r)]
     assert len(rows) == 1
     return rows[0]
 
 
-def test_the_number_that_training_printed(house, trained, loss):
+def test_the_number_that_training_printed(house, straight, loss):
     """Another mask, another forward pass, z-loss or padding: a held-out loss that is not comparable with the curve."""
-    expected = training_said(trained)
-    command = [sys.executable, str(train.HERE / "evaluate.py"), "loss", str(trained)]
+    expected = training_said(straight)
+    command = [sys.executable, str(train.HERE / "evaluate.py"), "loss", str(straight)]
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     printed = json.loads(done.stdout)
@@ -63,11 +52,11 @@ def test_the_number_that_training_printed(house, trained, loss):
     for label in ("all", "web", "code"):
         assert printed["heldout"][label]["ce"] == expected[f"eval/lm/{label}/CE loss"]  # exactly
         assert printed["heldout"][label]["perplexity"] == expected[f"eval/lm/{label}/PPL"]
-    assert loss(checkpoint=trained / "checkpoints" / "12")["step"] == 12
+    assert loss(checkpoint=straight / "checkpoints" / "12")["step"] == 12
     assert loss("--set", "loss.z_loss=1.0")["heldout"] == loss()["heldout"]  # z-loss has no part in it
 
 
-def test_every_token_counts_once(house, trained, loss):
+def test_every_token_counts_once(house, straight, loss):
     """Case 97: averages of averages, a last batch that is dropped or weighs too much, a label that is left out."""
     found = loss("--batch", "4")["heldout"]
     assert {label: r["instances"] for label, r in found.items()} == {"web": 9, "code": 6, "all": 15}
@@ -77,7 +66,7 @@ def test_every_token_counts_once(house, trained, loss):
     # The same from the model's logits, one sequence at a time, in float64.
     c = train.load_config(str(house.config), "cpu", [])
     params = train.restore_item(
-        trained / "checkpoints" / str(STEPS), "params", train.param_shapes(c, train.make_mesh(c))
+        straight / "checkpoints" / str(STEPS), "params", train.param_shapes(c, train.make_mesh(c))
     )
     batches = data.EvaluationBatches(house.root / "heldout.json", None, batch=1)
     mesh, specs = train.make_mesh(c), train.param_specs(c)
@@ -159,7 +148,7 @@ def test_diverged_model_gives_null(loss, monkeypatch, recwarn):
     assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
 
 
-def test_limit_spreads_over_the_labels(house, trained, loss):
+def test_limit_spreads_over_the_labels(house, straight, loss):
     """The first so many instances of a held-out set are all from its first file."""
     limited = loss("--set", "run.eval_batches=1", "--set", "data.global_batch=8")["heldout"]
     assert limited["all"]["instances"] == 8 and 0 < limited["code"]["instances"] < 6
@@ -167,14 +156,14 @@ def test_limit_spreads_over_the_labels(house, trained, loss):
     assert whole["all"]["instances"] == 15  # an index of one's own is read whole
 
 
-def test_what_cannot_be_evaluated(house, trained, loss, tmp_path):
+def test_what_cannot_be_evaluated(house, straight, loss, tmp_path):
     """A wrong checkpoint, index or batch that gives a number all the same, or a traceback."""
     assert "no checkpoint found" in loss(checkpoint=tmp_path, expect=2)
     assert "--batch: got 0, expected a positive number" in loss("--batch", "0", expect=2)
     assert "got no such file, expected an index" in loss("--index", "nowhere.json", expect=2)
     assert "params: w_down: got ((4, 32, 40)" in loss("--set", "model.d_ff=48", expect=2)
     damaged = tmp_path / "damaged"
-    shutil.copytree(trained, damaged)
+    shutil.copytree(straight, damaged)
     flip(largest(damaged / "checkpoints" / "16" / "params"))
     (damaged / "checkpoints" / "12" / "meta" / "metadata").write_text("{")
     shutil.rmtree(damaged / "checkpoints" / "8" / "params")

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -27,164 +26,25 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from harness import (
+    BATCH,
+    REPO,
+    SEQUENCE,
+    STEPS,
+    VOCABULARY,
+    House,
+    assert_same_checkpoint,
+    assert_same_run,
+    board,
+    restore,
+    rows,
+    steps_in,
+    write_corpus,
+)
 
 import data
 import model
 import train
-
-REPO = train.HERE
-SEQUENCE, VOCABULARY, BATCH, STEPS = 32, 97, 8, 16
-
-# ------------------------------------------------------------------------------------------------ corpus and configs
-
-
-def write_corpus(root: Path, split: str, instances: dict[str, int], seed: int) -> str:
-    """Token files that can be learnt (next = 3 x + noise) and their index; returns the index's path."""
-    rng, files = np.random.default_rng(seed), []
-    for label, n in instances.items():
-        tokens = np.ones(n * SEQUENCE + 5, np.uint32)
-        for i in range(1, len(tokens)):
-            tokens[i] = (3 * tokens[i - 1] + rng.integers(3)) % VOCABULARY
-        path = root / split / label / "part-00000.npy"
-        path.parent.mkdir(parents=True)
-        tokens.tofile(path)
-        files.append((label, path))
-    index = data.build_index(files, root, SEQUENCE, tokenizer="none", vocab_size=VOCABULARY, eos_id=0)
-    data.write_index(index, root / f"{split}.json")
-    return str(root / f"{split}.json")
-
-
-def tiny_config(root: Path) -> dict:
-    """An OLMo-3-shaped model small enough to compile in seconds; dimensions that could be swapped differ."""
-    return {
-        "model": {
-            "vocab_size": VOCABULARY, "padded_vocab_size": 128, "mask_padded_vocab": True, "n_layers": 4,
-            "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "head_dim": 12, "d_ff": 40, "window": 8, "pattern": "sssf",
-            "rope_theta": 500000.0, "yarn": None, "norm_eps": 1e-6, "init_std": 0.02, "compute_dtype": "float32",
-            "grad_reduce_dtype": "float32",
-        },
-        "data": {
-            "index": str(root / "train.json"), "order": "olmo_core", "seed": 34521, "sequence_length": SEQUENCE,
-            "global_batch": BATCH, "repetition_filter": True, "mask_token": None, "document_mask": False,
-        },
-        "optim": {
-            "peak_lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0,
-            "skip_window": 8, "skip_sigma": 6.0, "max_nonfinite_steps": 3,
-        },
-        "schedule": [
-            {"until": None, "kind": "cosine", "warmup_steps": 4, "total_steps": 40, "final_fraction": 0.1},
-        ],
-        "loss": {"z_loss": 1e-5, "filtered_in_divisor": True},
-        "run": {
-            "name": "tiny", "steps": STEPS, "seed": 0, "checkpoint_every": 4, "keep_checkpoints": None,
-            "log_every": 4, "eval_index": str(root / "heldout.json"), "eval_every": 6, "eval_batches": None,
-        },
-    }  # fmt: skip
-
-
-class House:
-    """A corpus, a config and the ways to start train.py on them."""
-
-    def __init__(self, root: Path):
-        self.root, self.cache = root, root / "xla"
-        write_corpus(root, "train", {"web": 100, "code": 61}, seed=1)
-        write_corpus(root, "heldout", {"web": 9, "code": 6}, seed=2)
-        self.config = root / "tiny.yaml"
-        self.config.write_text(yaml.safe_dump(tiny_config(root)))
-        self.hooked = root / "hooked.py"
-        self.hooked.write_text(HOOKED)
-
-    def argv(self, run_dir: Path, *overrides: str, extra=()) -> list[str]:
-        sets = (f"compilation_cache={self.cache}", *overrides)
-        argv = ["--config", str(self.config), "--hardware", "cpu", "--run-dir", str(run_dir), *extra]
-        return argv + [word for s in sets for word in ("--set", s)]
-
-    def start(self, run_dir: Path, *overrides: str, hook=(), devices=1, extra=()) -> subprocess.Popen:
-        """A process that trains; `hook` = (place, number, signal, ...)."""
-        env = os.environ | {
-            "PYTHONPATH": str(REPO),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "HOOK": json.dumps([*hook]),
-        }
-        script = self.hooked if hook else REPO / "train.py"
-        command = [sys.executable, str(script), *self.argv(run_dir, *overrides, extra=extra)]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def run(self, run_dir: Path, *overrides: str, expect: int = 0, **how) -> tuple[str, str]:
-        """(stdout, stderr) of a process that has to end with the exit code `expect`."""
-        process = self.start(run_dir, *overrides, **how)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == expect, err
-        # When one leaf of a damaged item fails, tensorstore may print this, from C++, for reads that were in flight.
-        assert "Traceback" not in err or "RuntimeError: Event loop is closed" in err
-        return out, err
-
-
-# train.py that sends itself signals at an exact place: (place, number, signal, ...).
-HOOKED = """
-import json, os, sys
-import train
-
-place, number, *signals = json.loads(os.environ["HOOK"])
-calls = 0
-
-
-def here(where, n):
-    if where == place and n == number:
-        for s in signals:
-            os.kill(os.getpid(), s)
-
-
-compile_train_step, save = train.compile_train_step, train.Checkpoints.save
-
-
-def compile_hooked(c, mesh):
-    step_fn = compile_train_step(c, mesh)
-
-    def run_step(params, opt_state, batch, step):
-        here("step", int(step))
-        return step_fn(params, opt_state, batch, step)
-
-    return run_step
-
-
-def save_hooked(self, step, *args):
-    save(self, step, *args)
-    here("save", step)  # it goes on in the background
-
-
-class HeldOut(train.HeldOut):
-    def __init__(self, *args):
-        super().__init__(*args)
-        step = self.step
-
-        def run_step(*args):
-            global calls
-            calls += 1
-            here("evaluation batch", calls)
-            return step(*args)
-
-        self.step = run_step
-
-
-train.compile_train_step, train.Checkpoints.save, train.HeldOut = compile_hooked, save_hooked, HeldOut
-if __name__ == "__main__":
-    sys.exit(train.main())
-"""
-
-
-@pytest.fixture(scope="session")
-def house(tmp_path_factory) -> House:
-    return House(tmp_path_factory.mktemp("house"))
-
-
-@pytest.fixture(scope="session")
-def straight(house) -> Path:
-    """The run that nothing disturbs."""
-    run_dir = house.root / "straight"
-    house.run(run_dir)
-    return run_dir
 
 
 @pytest.fixture
@@ -204,64 +64,6 @@ def main(house, monkeypatch):
         signal.signal(s, handler)
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def steps_in(run_dir: Path) -> set[str]:
-    return {p.name for p in (run_dir / "checkpoints").iterdir()}
-
-
-def restore(run_dir: Path, step: int = STEPS, items=("params", "opt_state")) -> dict[str, np.ndarray]:
-    """Leaves of a checkpoint as numpy arrays, by path, read without train.py."""
-    leaves = {}
-    for item in items:
-        folder = run_dir / "checkpoints" / str(step) / item
-        handler = ocp.PyTreeCheckpointHandler()
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
-        with ocp.Checkpointer(handler) as checkpointer:
-            tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=args))
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            leaves[item + jax.tree_util.keystr(path)] = np.asarray(x)
-    return leaves
-
-
-def rows(run_dir: Path) -> list[dict]:
-    """metrics.jsonl without what a clock decides; strict JSON."""
-
-    def refuse(name):
-        raise ValueError(f"{name} is not JSON")
-
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    parsed = [json.loads(line, parse_constant=refuse) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in parsed]
-
-
-CLOCK = ("throughput/device/", "throughput/in-loop eval time")
-
-
-def assert_same_checkpoint(a: Path, b: Path, step: int = STEPS) -> None:
-    left, right = restore(a, step), restore(b, step)
-    assert left.keys() == right.keys() and len(left) > 30
-    for name in left:
-        assert left[name].dtype == right[name].dtype
-        assert left[name].tobytes() == right[name].tobytes(), name
-
-
-def board(run_dir: Path) -> dict[str, list[int]]:
-    """tag -> steps, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def assert_same_run(run_dir: Path, straight: Path) -> None:
-    """Bit for bit: every logged number, the final state, and TensorBoard with each step once."""
-    for got, expected in zip(rows(run_dir), rows(straight), strict=True):
-        assert json.dumps(got) == json.dumps(expected)
-    assert_same_checkpoint(run_dir, straight)
-    shown = board(run_dir)
-    assert shown["train/CE loss"] == list(range(1, STEPS + 1))
-    assert shown["eval/lm/all/CE loss"] == shown["eval/lm/web/CE loss"] == [6, 12, STEPS]
 
 
 # ------------------------------------------------------------------------------------------------------------ resume
@@ -1000,35 +802,7 @@ def test_dry_run_checks_and_writes_nothing(house, main, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-# -------------------------------------------------------------------------------------------- several processes, people
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_two_processes(house, tmp_path):
-    """Rows that two hosts both read or neither, a file that both write, a preemption that only one of them heeds.
-    One process with two devices must give the same bits; and so must the pair that is stopped at step 5."""
-
-    def pair(run_dir, expect, **how):
-        several = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id")
-        processes = [house.start(run_dir, extra=(*several, str(i)), **how) for i in range(2)]
-        outputs = [p.communicate(timeout=120) for p in processes]
-        assert [p.returncode for p in processes] == [expect, expect], outputs
-        return outputs
-
-    (_, err), (out, other) = pair(tmp_path / "two", 143, hook=("step", 5, signal.SIGTERM))
-    assert "is saved in" in err and "step " not in other
-    assert max(map(int, steps_in(tmp_path / "two"))) in (5, 6, 7)
-    (out, err), (other_out, other) = pair(tmp_path / "two", 0)
-    assert "resuming from" in err and "resuming" not in other
-    house.run(tmp_path / "one", devices=2)
-    assert [json.dumps(r) for r in rows(tmp_path / "two")] == [json.dumps(r) for r in rows(tmp_path / "one")]
-    assert_same_checkpoint(tmp_path / "two", tmp_path / "one")
+# ------------------------------------------------------------------------------------------------------------- people
 
 
 def test_full_disk_is_an_error(house, tmp_path):
