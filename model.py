@@ -367,7 +367,8 @@ def blockwise_attention(q, k, v, where: Where, block: int):
             return one_block(q_GRQK, q_pos, q_segment, *keys)
 
         first_enough = jnp.sum(jnp.max(q_pos) >= jnp.array(ends))
-        return lax.switch(first_enough, [partial(with_keys, end) for end in ends], q_GRQK, k_GTK, v_GTK)
+        branches = [partial(jax.checkpoint(with_keys, static_argnums=0), end) for end in ends]  # or each saves for all
+        return lax.switch(first_enough, branches, q_GRQK, k_GTK, v_GTK)
 
     attend_block = one_block if where.offset is not None else one_block_up_to_its_last_key
 
