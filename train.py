@@ -30,7 +30,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -96,11 +96,23 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class SplashTiles:
+    """model.SplashConfig as the hardware file gives it."""
+
+    block: int
+    block_backward: int
+    q_layout: str
+    k_layout: str
+    v_layout: str
+
+
+@dataclass(frozen=True)
 class HardwareConfig:
     mesh: MeshConfig
     microbatch: int  # at most so many sequences a device at once; the rest is accumulated
     attention: str
     attention_block: int
+    splash: SplashTiles | None  # of attention splash
     remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
     scan_unroll: int
     loss_chunk: int
@@ -313,7 +325,7 @@ def detect_hardware() -> str:
 
 def mesh_sizes(c: Config, n: int, batch: int | None = None) -> dict[str, int]:
     """Axis -> size over n devices; ValueError if model or batch (default: the global one) cannot be cut so."""
-    sizes = dataclasses.asdict(c.hardware.mesh)
+    sizes = asdict(c.hardware.mesh)
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
@@ -341,8 +353,9 @@ def microbatch(c: Config, local_batch: int) -> int:
     return max(n for n in range(1, min(c.hardware.microbatch, local_batch) + 1) if local_batch % n == 0)
 
 
-def execution(c: Config, size: int) -> model.Execution:
+def execution(c: Config, size: int, platform: str = "tpu") -> model.Execution:
     """The hardware file's choices for micro-batches of `size`. Names saved for a larger one fit a smaller one."""
+    splash = c.hardware.splash and model.SplashConfig(**asdict(c.hardware.splash), interpret=platform != "tpu")
     remat = c.hardware.remat
     if isinstance(remat, dict):
         fitting = [key for key in remat if isinstance(key, int) and key >= size]
@@ -352,6 +365,7 @@ def execution(c: Config, size: int) -> model.Execution:
     return model.Execution(
         attention=c.hardware.attention,
         attention_block=c.hardware.attention_block,
+        splash=splash,
         remat=None if remat == "all" else tuple(remat),
         scan_unroll=c.hardware.scan_unroll,
         loss_chunk=c.hardware.loss_chunk,
@@ -512,6 +526,11 @@ def train_step(params, opt_state, batch, step, c: Config, run: model.Execution, 
     return params, opt_state, metrics
 
 
+def platform_of(mesh) -> str:
+    """An abstract mesh stands for the machine that the hardware file is for."""
+    return "tpu" if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0].platform
+
+
 def compile_train_step(c: Config, mesh, check_vma: bool = True):
     """The jitted step: (params, opt_state, batch, step) -> (params, opt_state, metrics); the state is donated.
 
@@ -521,11 +540,11 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
     size = microbatch(c, local_batch)
     specs, opt_specs = state_specs(c)
     step = jax.shard_map(
-        partial(train_step, c=c, run=execution(c, size), size=size),
+        partial(train_step, c=c, run=execution(c, size, platform_of(mesh)), size=size),
         mesh=mesh,
         in_specs=(specs, opt_specs, batch_specs(c), P()),
         out_specs=(specs, opt_specs, P()),
-        check_vma=check_vma,
+        check_vma=check_vma and c.hardware.attention != "splash",  # the kernel has no types for it
     )
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=c.hardware.xla_flags)
 
@@ -583,10 +602,11 @@ class HeldOut:
         check_vocabulary(self.batches.source.index, c, index)
         size = microbatch(self.c, batch // (mesh.shape["data"] * mesh.shape["fsdp"]))
         step = jax.shard_map(
-            partial(evaluation_step, c=self.c, run=execution(self.c, size), size=size),
+            partial(evaluation_step, c=self.c, run=execution(self.c, size, platform_of(mesh)), size=size),
             mesh=mesh,
             in_specs=(param_specs(c), batch_specs(self.c)),
             out_specs=P(),
+            check_vma=c.hardware.attention != "splash",
         )
         self.step = jax.jit(step, compiler_options=c.hardware.xla_flags)
 
@@ -876,7 +896,7 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
 
 
 def science_dict(c: Config) -> dict:
-    return json.loads(json.dumps({key: value for key, value in dataclasses.asdict(c).items() if key != "hardware"}))
+    return json.loads(json.dumps({key: value for key, value in asdict(c).items() if key != "hardware"}))
 
 
 def flatten(tree, prefix: str = "") -> dict:
@@ -1210,7 +1230,7 @@ class Run:
             say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
         self.saved = self.start
         if jax.process_index() == 0:
-            resolved = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(c))), sort_keys=False)
+            resolved = yaml.safe_dump(json.loads(json.dumps(asdict(c))), sort_keys=False)
             replace_file(self.run_dir / "config.yaml", resolved)
         local = c.data.global_batch // (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
         say(
