@@ -568,12 +568,13 @@ def swap_with_mirror(x):
 
 def embed_tokens(params, tokens_BS, config: ModelConfig):
     """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is cut over tensor."""
-    table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
-    rows = table_VD.shape[0]
-    local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
-    mine = (local >= 0) & (local < rows)
-    x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
-    return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
+    with jax.named_scope("embed"):
+        table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
+        rows = table_VD.shape[0]
+        local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
+        mine = (local >= 0) & (local < rows)
+        x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
+        return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
 def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int):
