@@ -877,7 +877,7 @@ class Lockstep:
         self.m, self.params, self.tokens = m, params, tokens_BS
         self.blocks, self.own, self.theirs = [], None, None
         execution = model.Execution(
-            attention="blockwise", attention_block=128, remat=None, scan_unroll=1, loss_chunk=CHUNK
+            attention="blockwise", attention_block=128, splash=None, remat=None, scan_unroll=1, loss_chunk=CHUNK
         )
         auto = (jax.sharding.AxisType.Auto,) * 4
         mesh = jax.make_mesh((1, 1, 1, 1), model.AXES, devices=jax.devices()[:1], axis_types=auto)
@@ -894,7 +894,7 @@ class Lockstep:
             positions_S = model.vary(jnp.arange(S))
             rope = model.rope_tables(m, positions_S, yarn=kind == "f" and m.yarn is not None)
             window = m.window if kind == "s" and m.window < S else None
-            return model.layer(x_ND, w, rope, model.locate(positions_S, None, window), m, execution)
+            return model.layer(x_ND, w, rope, model.locate(positions_S, None, window, execution), m, execution)
 
         def logits(w, x_ND):
             x_ND = x_ND.astype(m.compute_dtype)

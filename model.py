@@ -21,7 +21,7 @@ Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum string
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -92,11 +94,32 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SplashConfig:
+    """Tiles of the TPU kernel. Larger ones have less overhead and compute more that the mask takes away again."""
+
+    block: int  # queries and keys of one tile, forward
+    block_backward: int
+    q_layout: str  # in memory: head_dim_minor | seq_minor
+    k_layout: str
+    v_layout: str
+    interpret: bool  # where there is no TPU: the kernel as plain XLA operations, slow
+
+    def __post_init__(self):
+        for name in ("block", "block_backward"):
+            if getattr(self, name) < 1 or getattr(self, name) % 128:
+                raise ValueError(f"splash.{name}: got {getattr(self, name)}, expected a multiple of 128")
+        for name in ("q_layout", "k_layout", "v_layout"):
+            if getattr(self, name) not in ("head_dim_minor", "seq_minor"):
+                raise ValueError(f"splash.{name}: got {getattr(self, name)!r}, expected head_dim_minor or seq_minor")
+
+
+@dataclass(frozen=True)
 class Execution:
     """How the maths is carried out on a machine; nothing here may change a result beyond floating-point order."""
 
-    attention: str  # dense | blockwise
+    attention: str  # dense | blockwise | splash
     attention_block: int  # queries of one block of the blockwise attention
+    splash: SplashConfig | None  # of the splash attention alone
     remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all, but no gathered weight
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
@@ -104,9 +127,12 @@ class Execution:
     def __post_init__(self):
         if self.attention not in ATTENTION:
             raise ValueError(f"attention: got {self.attention!r}, expected one of {', '.join(ATTENTION)}")
+        if self.attention == "splash" and self.splash is None:
+            raise ValueError("splash: got null, expected its tiles, since attention is splash")
         for name in self.remat or ():
-            if name not in SAVED:
-                raise ValueError(f"remat: got {name!r}, expected 'all' or names out of {', '.join(SAVED)}")
+            if name.rstrip("0123456789") not in SAVED:
+                raise ValueError(f"remat: got {name!r}, expected 'all', or names out of {', '.join(SAVED)}, each for all "
+                                 "layers of the pattern or, with a number, for one: gate0")  # fmt: skip
         for name in ("attention_block", "scan_unroll", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
@@ -293,8 +319,13 @@ def apply_rope(x_BSHK, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
+def save_as(name: str, position: int, x):
+    """Name an activation for Execution.remat; `position` of the layer in the pattern."""
+    return checkpoint_name(x, f"{name}{position}")
+
+
 # -------------------------------------------------------------------------------------------------------- attention
-# One signature: (q [B,S,H,K], k [B,T,G,K], v [B,T,G,K], where, block) -> [B,S,H,K].
+# One signature: (q [B,S,H,K] divided by sqrt(K), k [B,T,G,K], v [B,T,G,K], where, execution, position) -> [B,S,H,K].
 
 
 class Where(NamedTuple):
@@ -324,19 +355,19 @@ def visible(q_pos, k_pos, q_segment, k_segment, window: int | None):
     return mask
 
 
-def dense_attention(q, k, v, where: Where, block: int):
+def dense_attention(q, k, v, where: Where, execution: Execution, position: int):
     """The equation, with the whole [S, T] of scores in memory: for reading and for testing the others."""
     B, S, H, K = q.shape
     G = k.shape[2]
     q = q.reshape(B, S, G, H // G, K)
     mask = visible(where.q_pos, where.k_pos, where.q_segment, where.k_segment, where.window)
     mask = mask[:, None, None] if mask.ndim == 3 else mask[None, None, None]
-    scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32) * K**-0.5
+    scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32)
     probs = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K)
+    return save_as("context", position, jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K))
 
 
-def blockwise_attention(q, k, v, where: Where, block: int):
+def blockwise_attention(q, k, v, where: Where, execution: Execution, position: int):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
     Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
@@ -345,7 +376,7 @@ def blockwise_attention(q, k, v, where: Where, block: int):
     shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
     """
     B, S, H, K = q.shape
-    T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
+    T, G, R, block = k.shape[1], k.shape[2], H // k.shape[2], execution.attention_block
     span = block if where.window is not None else block * -(-S // (block * UNROLLED))
     if where.offset is None:
         span = S
@@ -357,7 +388,7 @@ def blockwise_attention(q, k, v, where: Where, block: int):
         mask = visible(q_pos, k_pos, q_segment, k_segment, where.window)
         q_rows = q_GRQK.reshape(G, R * n, K)  # R and the block's queries are rows of one matrix
         scores = jnp.einsum("gqk,gtk->gqt", q_rows, k_GTK, preferred_element_type=jnp.float32)
-        scores = jnp.where(mask, scores.reshape(G, R, n, -1) * K**-0.5, MASKED)
+        scores = jnp.where(mask, scores.reshape(G, R, n, -1), MASKED)
         probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, R * n, -1)
         return jnp.einsum("gqt,gtk->gqk", probs, v_GTK).reshape(G, R, n, K)
 
@@ -395,7 +426,7 @@ def blockwise_attention(q, k, v, where: Where, block: int):
 
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
     out_BGRSK = lax.map(one_sequence, (*heads_first, where.q_segment, where.k_segment))
-    return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
+    return save_as("context", position, out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K))
 
 
 def part(x, start: int, stop: int):
@@ -410,17 +441,78 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
     return low, min(n_keys, stop + where.offset)
 
 
-ATTENTION: dict[str, Callable] = {"dense": dense_attention, "blockwise": blockwise_attention}
+@cache
+def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, splash: SplashConfig, saved: str):
+    """The kernel of one device, or of all context shards behind each other if the queries differ (offset None)."""
+    shards = 1
+    if window is not None:
+        mask = splash_mask.LocalMask((S, T), window_size=(window - 1, 0), offset=offset)
+    elif offset is not None:
+        mask = splash_mask.CausalMask((S, T), offset)
+    else:
+        shards, kept = T // S, S - S // 2
+        mask = splash_mask.CausalMask((T, T))
+        rows = np.arange(T, dtype=np.int32).reshape(shards, S)
+        mask.q_sequence = np.concatenate([rows[:, :kept], rows[::-1, kept:]], axis=1).reshape(-1)  # swap_with_mirror
+    block, backward = min(splash.block, S), min(splash.block_backward, S)
+    sizes = splash_attention.BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=backward, block_kv_dkv=backward, use_fused_bwd_kernel=True,
+        **{name: splash_attention.QKVLayout[getattr(splash, name).upper()] for name in ("q_layout", "k_layout", "v_layout")},
+    )  # fmt: skip
+    with jax.ensure_compile_time_eval():  # it depends on shapes alone: made once, a constant of the program
+        return splash_attention.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=shards,
+            residual_checkpoint_name=saved, interpret=splash.interpret,
+        )  # fmt: skip
 
 
-def locate(positions_S, segments_BS, window: int | None) -> Where:
+def tpu_splash_attention(q, k, v, where: Where, execution: Execution, position: int):
+    """JAX's Splash kernel: tiles that the mask leaves empty are skipped, forward and backward in one kernel each.
+
+    It has no types for check_vma, so the shard_map around needs check_vma=False.
+    """
+    S, T = q.shape[1], k.shape[1]
+    kernel = splash_kernel(S, T, q.shape[2], where.window, where.offset, execution.splash, f"context{position}")
+    if where.offset is None:  # the mask differs from shard to shard, so it enters as arguments: take this shard's
+
+        def mine(x, axis: int):
+            size = x.shape[axis] // (T // S)
+            return lax.dynamic_slice_in_dim(x, lax.axis_index("context") * size, size, axis)
+
+        def of_this_shard(info):
+            axes = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
+            there = {name: axis for name, axis in axes.items() if getattr(info, name) is not None}
+            return info._replace(**{name: mine(getattr(info, name), axis) for name, axis in there.items()})
+
+        infos = of_this_shard(kernel.fwd_mask_info), None, of_this_shard(kernel.dkv_mask_info)
+        kernel = splash_attention.SplashAttentionKernel(*infos, **kernel.kwargs)
+    segments = None
+    if where.q_segment is not None or where.window is not None and where.offset > 0:
+        q_segment = jnp.zeros((q.shape[0], S), jnp.int32) if where.q_segment is None else where.q_segment
+        k_segment = jnp.zeros((q.shape[0], T), jnp.int32) if where.k_segment is None else where.k_segment
+        segments = splash_attention.SegmentIds(q_segment, jnp.where(where.k_pos < 0, -1, k_segment))
+    heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    return jax.vmap(kernel)(*heads_first, segments).transpose(0, 2, 1, 3)
+
+
+ATTENTION: dict[str, Callable] = {
+    "dense": dense_attention,
+    "blockwise": blockwise_attention,
+    "splash": tpu_splash_attention,
+}
+
+
+def locate(positions_S, segments_BS, window: int | None, execution: Execution) -> Where:
     """Where this device's queries and keys are, once `attend` has fetched keys and exchanged queries."""
     shards, S = lax.axis_size("context"), positions_S.shape[0]
     segments = segments_BS is not None
     if shards == 1:
         return Where(positions_S, positions_S, segments_BS, segments_BS, window, 0)
     if window is not None:
-        halo = min(window - 1, S * (shards - 1))
+        halo = window - 1
+        if execution.attention == "splash":
+            halo += -halo % 128  # the kernel's tiles are multiples of 128 keys
+        halo = min(halo, S * (shards - 1))
         k_pos = positions_S[0] - halo + jnp.arange(halo + S)
         return Where(positions_S, k_pos, segments_BS, with_halo(segments_BS, halo) if segments else None, window, halo)
     q_pos = swap_with_mirror(positions_S[None])[0]
@@ -429,14 +521,14 @@ def locate(positions_S, segments_BS, window: int | None) -> Where:
     return Where(q_pos, k_pos, q_segment, gather_sequence(segments_BS) if segments else None, None, None)
 
 
-def attend(q, k, v, where: Where, execution: Execution):
+def attend(q, k, v, where: Where, execution: Execution, position: int):
     """Causal attention over the whole sequence, of which this device holds S contiguous positions.
 
     A sliding layer fetches the window - 1 keys before its shard from its neighbours. A full layer gathers all keys
     and exchanges the later half of its queries with the mirror shard: shard i of n has as many keys to look at for
     its earlier half as shard n-1-i lacks for its own, so that after the exchange all have the same work.
     """
-    attention = partial(ATTENTION[execution.attention], where=where, block=execution.attention_block)
+    attention = partial(ATTENTION[execution.attention], where=where, execution=execution, position=position)
     if lax.axis_size("context") == 1:
         return attention(q, k, v)
     if where.window is not None:
@@ -477,50 +569,74 @@ def swap_with_mirror(x):
 
 def embed_tokens(params, tokens_BS, config: ModelConfig):
     """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is cut over tensor."""
-    table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
-    rows = table_VD.shape[0]
-    local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
-    mine = (local >= 0) & (local < rows)
-    x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
-    return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
+    with jax.named_scope("embed"):
+        table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
+        rows = table_VD.shape[0]
+        local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
+        mine = (local >= 0) & (local < rows)
+        x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
+        return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
-def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution):
+def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int):
     """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor."""
     with jax.named_scope("attention"):
         S = where.q_pos.shape[0]
-        q_NA = checkpoint_name(x_ND @ w["wq"], "q")
-        k_NE = checkpoint_name(x_ND @ w["wk"], "k")
-        v_NE = checkpoint_name(x_ND @ w["wv"], "v")
+        q_NA = save_as(
+            "q", position, x_ND @ w["wq"]
+        )  # before norm and RoPE: saved later, the norm's backward would need it again
+        k_NE = save_as("k", position, x_ND @ w["wk"])
+        v_NE = save_as("v", position, x_ND @ w["wv"])
         q_NA = rms_norm_over_tensor(q_NA, w["q_norm"], config.norm_eps)
         k_NE = rms_norm_over_tensor(k_NE, w["k_norm"], config.norm_eps)
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        context_BSHK = attend(q, k, v, where, execution)
-        context_NA = checkpoint_name(context_BSHK.reshape(q_NA.shape), "context")
+        scale = config.head_dim**-0.5  # of the scores, in the one rounding that RoPE's result has anyway
+        q, k = apply_rope(q, *(scale * x for x in rope)), apply_rope(k, *rope)
+        context_NA = attend(q, k, v, where, execution, position).reshape(q_NA.shape)
         out_ND = jnp.einsum("na,da->nd", context_NA, w["wo"])
-        return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "attn_out")  # heads summed; [N, D] stays [N, D]
+        return save_as("attn_out", position, vary(lax.psum(out_ND, "tensor")))  # heads summed; [N, D] stays [N, D]
 
 
-def feed_forward_block(x_ND, w):
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+@jax.custom_vjp
+def swiglu_down(gate_NF, up_NF, w_down):
+    """SwiGLU's product and the down projection, [N, D]."""
+    return jnp.einsum("nf,df->nd", swiglu(gate_NF, up_NF), w_down)
+
+
+def _swiglu_down_bwd(residuals, dout_ND):
+    gate_NF, up_NF, w_down = residuals
+    dproduct_NF = lax.optimization_barrier(dout_ND @ w_down)
+    product_NF, product_vjp = jax.vjp(swiglu, gate_NF, up_NF)
+    # Each is written once; XLA would make them again inside every matmul that reads them.
+    product_NF, dgate_NF, dup_NF = lax.optimization_barrier((product_NF, *product_vjp(dproduct_NF)))
+    return dgate_NF, dup_NF, jnp.einsum("nd,nf->df", dout_ND, product_NF)
+
+
+swiglu_down.defvjp(lambda *args: (swiglu_down(*args), args), _swiglu_down_bwd)
+
+
+def feed_forward_block(x_ND, w, position: int):
     """SwiGLU(x), before its norm; the width F is cut over tensor."""
     with jax.named_scope("feed_forward"):
-        gate_NF = checkpoint_name(x_ND @ w["w_gate"], "gate")
-        up_NF = checkpoint_name(x_ND @ w["w_up"], "up")
-        out_ND = jnp.einsum("nf,df->nd", jax.nn.silu(gate_NF) * up_NF, w["w_down"])
-        return checkpoint_name(vary(lax.psum(out_ND, "tensor")), "ffn_out")  # F summed; [N, D] stays [N, D]
+        gate_NF, up_NF = save_as("gate", position, x_ND @ w["w_gate"]), save_as("up", position, x_ND @ w["w_up"])
+        out_ND = swiglu_down(gate_NF, up_NF, w["w_down"])
+        return save_as("ffn_out", position, vary(lax.psum(out_ND, "tensor")))  # F summed; [N, D] stays [N, D]
 
 
-def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution):
+def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0):
     """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
     w = {
         name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if name.startswith("w") else x
         for name, x in w.items()
     }
-    x_ND = checkpoint_name(x_ND, "x")
-    attn_ND = attention_block(x_ND, w, rope, where, config, execution)
+    x_ND = save_as("x", position, x_ND)
+    attn_ND = attention_block(x_ND, w, rope, where, config, execution, position)
     x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
-    ffn_ND = feed_forward_block(x_ND, w)
+    ffn_ND = feed_forward_block(x_ND, w, position)
     return x_ND + rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps)
 
 
@@ -535,19 +651,25 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
     rope["f"] = rope_tables(config, positions_S, yarn=config.yarn is not None)
     # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
     window = config.window if config.window < S * lax.axis_size("context") else None
-    where = {"s": locate(positions_S, segments_BS, window), "f": locate(positions_S, segments_BS, None)}
+    where = {"s": locate(positions_S, segments_BS, window, execution)}
+    where["f"] = locate(positions_S, segments_BS, None, execution)
 
     def cycle(x_ND, w):
         for i, kind in enumerate(config.pattern):
             w_i = {name: x[i] for name, x in w.items()}
-            x_ND = layer(x_ND, w_i, rope[kind], where[kind], config, execution)
+            x_ND = layer(x_ND, w_i, rope[kind], where[kind], config, execution, i)
         return x_ND, None
 
     saved = execution.remat
     if saved is None and lax.axis_size("fsdp") > 1:
         saved = SAVED  # and not the gathered weights: only one or two layers are ever whole
     if saved is not None:
-        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        names = [
+            n
+            for name in saved
+            for n in ([name] if name[-1].isdigit() else [f"{name}{i}" for i in range(len(config.pattern))])
+        ]
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
         cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
 
     x_ND = embed_tokens(params, tokens_BS, config)

@@ -30,7 +30,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -96,11 +96,23 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class SplashTiles:
+    """model.SplashConfig as the hardware file gives it."""
+
+    block: int
+    block_backward: int
+    q_layout: str
+    k_layout: str
+    v_layout: str
+
+
+@dataclass(frozen=True)
 class HardwareConfig:
     mesh: MeshConfig
     microbatch: int  # at most so many sequences a device at once; the rest is accumulated
     attention: str
     attention_block: int
+    splash: SplashTiles | None  # of attention splash
     remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
     scan_unroll: int
     loss_chunk: int
@@ -313,7 +325,7 @@ def detect_hardware() -> str:
 
 def mesh_sizes(c: Config, n: int, batch: int | None = None) -> dict[str, int]:
     """Axis -> size over n devices; ValueError if model or batch (default: the global one) cannot be cut so."""
-    sizes = dataclasses.asdict(c.hardware.mesh)
+    sizes = asdict(c.hardware.mesh)
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
@@ -341,8 +353,9 @@ def microbatch(c: Config, local_batch: int) -> int:
     return max(n for n in range(1, min(c.hardware.microbatch, local_batch) + 1) if local_batch % n == 0)
 
 
-def execution(c: Config, size: int) -> model.Execution:
+def execution(c: Config, size: int, platform: str = "tpu") -> model.Execution:
     """The hardware file's choices for micro-batches of `size`. Names saved for a larger one fit a smaller one."""
+    splash = c.hardware.splash and model.SplashConfig(**asdict(c.hardware.splash), interpret=platform != "tpu")
     remat = c.hardware.remat
     if isinstance(remat, dict):
         fitting = [key for key in remat if isinstance(key, int) and key >= size]
@@ -352,6 +365,7 @@ def execution(c: Config, size: int) -> model.Execution:
     return model.Execution(
         attention=c.hardware.attention,
         attention_block=c.hardware.attention_block,
+        splash=splash,
         remat=None if remat == "all" else tuple(remat),
         scan_unroll=c.hardware.scan_unroll,
         loss_chunk=c.hardware.loss_chunk,
@@ -495,8 +509,9 @@ def train_step(params, opt_state, batch, step, c: Config, run: model.Execution, 
     squares = jnp.stack(list(squares.values()))
     grad_norm = jnp.sqrt(jnp.sum(squares))
 
-    updates, opt_state = optimizer(c).update(grads, opt_state, params, loss=ce, grad_norm=grad_norm, step=step)
-    params = optax.apply_updates(params, updates)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = optimizer(c).update(grads, opt_state, params, loss=ce, grad_norm=grad_norm, step=step)
+        params = optax.apply_updates(params, updates)
     broken = ~jnp.isfinite(squares)
     metrics = {
         "ce": ce,
@@ -512,6 +527,11 @@ def train_step(params, opt_state, batch, step, c: Config, run: model.Execution, 
     return params, opt_state, metrics
 
 
+def platform_of(mesh) -> str:
+    """An abstract mesh stands for the machine that the hardware file is for."""
+    return "tpu" if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0].platform
+
+
 def compile_train_step(c: Config, mesh, check_vma: bool = True):
     """The jitted step: (params, opt_state, batch, step) -> (params, opt_state, metrics); the state is donated.
 
@@ -521,11 +541,11 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
     size = microbatch(c, local_batch)
     specs, opt_specs = state_specs(c)
     step = jax.shard_map(
-        partial(train_step, c=c, run=execution(c, size), size=size),
+        partial(train_step, c=c, run=execution(c, size, platform_of(mesh)), size=size),
         mesh=mesh,
         in_specs=(specs, opt_specs, batch_specs(c), P()),
         out_specs=(specs, opt_specs, P()),
-        check_vma=check_vma,
+        check_vma=check_vma and c.hardware.attention != "splash",  # the kernel has no types for it
     )
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=c.hardware.xla_flags)
 
@@ -583,10 +603,11 @@ class HeldOut:
         check_vocabulary(self.batches.source.index, c, index)
         size = microbatch(self.c, batch // (mesh.shape["data"] * mesh.shape["fsdp"]))
         step = jax.shard_map(
-            partial(evaluation_step, c=self.c, run=execution(self.c, size), size=size),
+            partial(evaluation_step, c=self.c, run=execution(self.c, size, platform_of(mesh)), size=size),
             mesh=mesh,
             in_specs=(param_specs(c), batch_specs(self.c)),
             out_specs=P(),
+            check_vma=c.hardware.attention != "splash",
         )
         self.step = jax.jit(step, compiler_options=c.hardware.xla_flags)
 
@@ -876,7 +897,7 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
 
 
 def science_dict(c: Config) -> dict:
-    return json.loads(json.dumps({key: value for key, value in dataclasses.asdict(c).items() if key != "hardware"}))
+    return json.loads(json.dumps({key: value for key, value in asdict(c).items() if key != "hardware"}))
 
 
 def flatten(tree, prefix: str = "") -> dict:
@@ -1017,6 +1038,42 @@ def flops_per_token(c: Config) -> int:
     S, cycles = c.data.sequence_length, c.model.n_layers // len(c.model.pattern)
     keys = cycles * sum(min(c.model.window, S) if kind == "s" else S for kind in c.model.pattern)
     return 6 * weights + 12 * c.model.n_heads * c.model.head_dim * keys
+
+
+# bf16 FLOP/s of one JAX device: a v5p chip; half an Ironwood chip (2,307); an H100 as OLMo-core counts it.
+PEAK_FLOPS = {"TPU v5": 459e12, "TPU v5p": 459e12, "TPU v7x": 1153.5e12, "TPU7x": 1153.5e12,
+              "NVIDIA H100 80GB HBM3": 989.5e12}  # fmt: skip
+
+
+def model_flops_per_token(c: Config) -> dict[str, float]:
+    """Of one update, in both conventions: 6 a weight of matmuls (no input embedding, no padding rows) and, a layer,
+    12 H K for each key: S/2 of them in every layer ("full causal", as the case study counts), or those that are
+    visible, sliding windows considered ("window-correct")."""
+    m, S = c.model, c.data.sequence_length
+    sizes = tensor_sizes(c)
+    weights = m.vocab_size * m.d_model + sum(sizes[name] for name in sizes if name.startswith("w"))
+
+    def visible(window: int) -> float:  # keys of an average query, its own included
+        return (window * (window + 1) / 2 + (S - window) * window) / S
+
+    cycles = m.n_layers // len(m.pattern)
+    keys = {
+        "full causal": m.n_layers * S / 2,
+        "window-correct": cycles * sum(visible(min(m.window, S) if kind == "s" else S) for kind in m.pattern),
+    }
+    return {name: 6 * weights + 12 * m.n_heads * m.head_dim * n for name, n in keys.items()}
+
+
+def utilisation(c: Config, tokens_per_second: float, device_kind: str) -> dict[str, float]:
+    """TFLOP/s of a device that trains on so many tokens a second, and, where its peak is known, MFU in percent."""
+    values, peak = {}, PEAK_FLOPS.get(device_kind)
+    for name, flops in model_flops_per_token(c).items():
+        values[f"perf/TFLOPs per device ({name})"] = flops * tokens_per_second / 1e12
+        if peak:
+            values[f"perf/MFU ({name}) (%)"] = 100 * flops * tokens_per_second / peak
+    if peak:
+        values["throughput/device/MFU"] = 100 * flops_per_token(c) * tokens_per_second / peak
+    return values
 
 
 def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | int]:
@@ -1166,8 +1223,8 @@ def clock(seconds: float) -> str:
 class Run:
     """One training run between two starts: its state, and what happens to it around the jitted step."""
 
-    def __init__(self, c: Config, run_dir: Path, data_root: str | None):
-        self.c, self.run_dir, self.stop, self.mesh = c, run_dir, Stop(), make_mesh(c)
+    def __init__(self, c: Config, run_dir: Path, data_root: str | None, profile: int):
+        self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), profile
         check_compiler_options(c)
         self.rows = local_rows(self.mesh, c)
         self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
@@ -1210,7 +1267,7 @@ class Run:
             say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
         self.saved = self.start
         if jax.process_index() == 0:
-            resolved = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(c))), sort_keys=False)
+            resolved = yaml.safe_dump(json.loads(json.dumps(asdict(c))), sort_keys=False)
             replace_file(self.run_dir / "config.yaml", resolved)
         local = c.data.global_batch // (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
         say(
@@ -1234,6 +1291,7 @@ class Run:
             if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
                 self.evaluate(self.start)  # a signal or a kill had cut it short
             for step in range(self.start + 1, c.run.steps + 1):
+                self.trace(step)
                 began = time.perf_counter()
                 batch = next(batches)
                 loading = time.perf_counter() - began
@@ -1256,6 +1314,17 @@ class Run:
         if jax.process_index() == 0:
             self.summarise()
         return 0
+
+    def trace(self, step: int) -> None:
+        """Begin or end the profile that --profile asks for: some steps after the third, which are like all later ones."""
+        first = self.start + 3
+        if self.profile and step == first:
+            self.finish_pending()
+            jax.profiler.start_trace(str(self.run_dir / "profile"))
+        elif self.profile and step == first + self.profile:
+            self.finish_pending()
+            jax.profiler.stop_trace()
+            say(f"profile of steps {first} to {step - 1} in {self.run_dir / 'profile'}")
 
     def finish_pending(self) -> None:
         """Wait for the step in flight and log it; end the run if too many in a row were not finite."""
@@ -1283,6 +1352,7 @@ class Run:
                 "throughput/device/data loading (s)": loading,
                 "throughput/device/data loading (%)": 100 * loading / seconds,
             }
+            values |= utilisation(self.c, tokens_a_device / seconds, self.mesh.devices.flat[0].device_kind)
         self.metrics.write(step, values)
         self.progress.update(step, values, self.tokens_a_step, self.seconds_a_step[-20:])
         streak = int(m["nonfinite_in_a_row"])
@@ -1355,6 +1425,7 @@ class Run:
             "tokens": final["throughput/total tokens"],
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
             "skipped_steps": skipped,
+            **{tag: final[tag] for tag in final if tag.startswith("perf/") and "(" in tag},  # of the last step
             "checkpoint": str(self.run_dir / "checkpoints" / str(final["step"])),
             "curves": str(draw_curves(self.run_dir)),
         }
@@ -1363,9 +1434,9 @@ class Run:
         print(text, end="", flush=True)
 
 
-def train(c: Config, run_dir: Path, data_root: str | None, init_from: str | None, init_state_kind: str) -> int:
+def train(c: Config, run_dir: Path, data_root: str | None, init_from, init_state_kind: str, profile: int = 0) -> int:
     """Run to run.steps, to a signal or to a failure; returns the exit code."""
-    run = Run(c, run_dir, data_root)
+    run = Run(c, run_dir, data_root, profile)
     if run.begin(init_from, init_state_kind):
         return run.loop()
     if jax.process_index() == 0:
@@ -1455,6 +1526,8 @@ def parse_args(argv=None):
     parser.add_argument("--init-state", choices=("params", "adam"), default="params",
                         help="with --init-from: fresh moments, or those that convert.py stage2-init prepared")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS",
+                        help="trace so many steps with jax.profiler into RUN/profile (TensorBoard and XProf show it)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, compute nothing")
     group = parser.add_argument_group("several processes", "one on each host, all with the same --run-dir")
     group.add_argument("--distributed", action="store_true", help="as the cluster tells (TPU pod, Slurm, Open MPI)")
@@ -1540,7 +1613,9 @@ def main(argv=None) -> int:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
         if args.dry_run:
             return dry_run(c, args.data_root)
-        return train(c, run_dir, args.data_root, args.init_from, args.init_state)
+        if args.profile < 0:
+            raise ValueError(f"--profile: got {args.profile}, expected a number of steps")
+        return train(c, run_dir, args.data_root, args.init_from, args.init_state, args.profile)
 
     try:
         code = run_command("train.py", command)

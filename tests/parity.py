@@ -142,7 +142,7 @@ def load(transformer: torch.nn.Module, params: dict) -> None:
 
 @cache
 def logits_function(c: model.ModelConfig, attention: str):
-    run = model.Execution(attention, attention_block=8, remat=None, scan_unroll=1, loss_chunk=37)
+    run = model.Execution(attention, attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=37)
     specs = {name: t.spec for name, t in model.ledger(c).items()}
 
     def body(params, tokens):

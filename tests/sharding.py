@@ -54,6 +54,7 @@ SCIENCE = {  # what the reference on one device has as well
     "bare": ["data.document_mask=false", "model.yarn=null"],  # and no row is filtered
     "other": ["data.mask_token=null", "loss.z_loss=0.0", "loss.filtered_in_divisor=false", "model.n_kv_heads=8"],
     "S 15": ["data.sequence_length=15"],
+    "S 512": ["data.sequence_length=512", "model.window=100", "model.n_layers=2"],
     "no clip": ["optim.clip_norm=1e9", "optim.eps=1e-2"],
 }
 FILTERED = {"bare": (), "a device filtered": (2, 3), "all filtered": tuple(range(8))}  # rows; otherwise row 2
@@ -62,6 +63,10 @@ HARDWARE = {  # what may not change the result
     **{f"block {n}": ["attention=blockwise", f"attention_block={n}"] for n in (1, 2, 3, 4, 8)},
     **{f"micro {n}": [f"microbatch={n}"] for n in (1, 2)},
     "remat": ["remat=[q, k, v, context, attn_out]"],
+    "splash": [
+        "attention=splash",
+        "splash={block: 128, block_backward: 128, q_layout: seq_minor, k_layout: seq_minor, v_layout: head_dim_minor}",
+    ],  # interpreted; it turns check_vma off
     "unchecked": [],  # check_vma=False
 }
 
@@ -93,6 +98,7 @@ CASES = cases("""
     2 1 1 1; 2 2 1 1; 2 2 1 2  dense, no clip, unchecked
     1 4 1 1  dense, a device filtered
     1 2 2 1  dense, all filtered
+    1 2 2 2  splash, S 512, unchecked
 """)
 MORE_CASES = cases("""
     1 1 1 1; 8 1 1 1; 1 8 1 1; 2 4 1 1; 2 2 1 1; 1 2 1 1; 1 1 1 4; 1 1 1 2; 1 1 2 1  block 3, micro 1, unchecked
@@ -100,6 +106,7 @@ MORE_CASES = cases("""
     1 1 8 1; 2 1 4 1; 1 1 2 4  block 1, remat, unchecked; dense, other, micro 2
     1 1 3 1; 2 1 3 1; 1 1 5 1  block 1, S 15, unchecked; block 3, S 15
     8 1 1 1; 1 2 2 2  block 8, no clip, micro 1
+    1 1 4 1; 2 1 2 2  splash, S 512, unchecked
 """)
 
 
@@ -235,8 +242,8 @@ MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
     ("embedding not summed over tensor", 'vary(lax.psum(x_ND, "tensor"))', "x_ND", TENSOR),
-    ("attention not summed over tensor", 'vary(lax.psum(out_ND, "tensor")), "attn_out"', 'out_ND, "attn_out"', TENSOR),
-    ("SwiGLU not summed over tensor", 'vary(lax.psum(out_ND, "tensor")), "ffn_out"', 'out_ND, "ffn_out"', TENSOR),
+    ("attention not summed over tensor", '"attn_out", position, vary(lax.psum(out_ND, "tensor"))', '"attn_out", position, out_ND', TENSOR),
+    ("SwiGLU not summed over tensor", '"ffn_out", position, vary(lax.psum(out_ND, "tensor"))', '"ffn_out", position, out_ND', TENSOR),
     ("softmax over a device's own rows of the vocabulary", 'vary(lax.psum(sum_C, "tensor"))', "sum_C", TENSOR),
     ("padding rows counted among a device's own", 'jnp.where(lax.axis_index("tensor") * rows + ', "jnp.where(", TENSOR),
     ("loss's gradient not summed over tensor", 'lax.psum(cotangents[0], "tensor")', "cotangents[0]", TENSOR),
@@ -250,7 +257,7 @@ MUTANTS = [Mutant(*row) for row in (
      "return lax.psum(total / divisor / tensor, model.AXES), sums", FULL),
     ("parameters not marked as varying", "params = model.vary(params)\n    tensor", "tensor", FULL),
     ("nothing marked as varying", "return jax.tree.map(mark, x)", "return x", FULL),
-    ("halo one key short", "halo = min(window - 1,", "halo = min(window - 2,", CONTEXT),
+    ("halo one key short", "halo = window - 1", "halo = window - 2", CONTEXT),
     ("halo from the same neighbour at every hop", "passed = passed[:,", "passed = x[:,", "1 1 8 1  dense, unchecked"),
     ("positions start again on every shard", 'lax.axis_index("context") * S + jnp', "jnp", CONTEXT),
     ("positions not exchanged", "swap_with_mirror(positions_S[None])[0]", "positions_S", CONTEXT),
@@ -328,7 +335,8 @@ def memory(fsdp=(1, 2, 4, 8)) -> list[dict]:
 
 def full_attention(q, k, q_pos, block: int):
     """Blockwise attention of one context shard in a full layer: q [1,S,H,K] at q_pos [S], k (and v) [1,T,H,K]."""
-    return model.blockwise_attention(q, k, k, model.Where(q_pos, jnp.arange(k.shape[1]), *[None] * 4), block)
+    execution = model.Execution("blockwise", block, splash=None, remat=None, scan_unroll=1, loss_chunk=1)
+    return model.blockwise_attention(q, k, k, model.Where(q_pos, jnp.arange(k.shape[1]), *[None] * 4), execution, 0)
 
 
 def scores_computed(T: int, shards: int, block: int, exchange: bool) -> np.ndarray:

@@ -172,7 +172,7 @@ def restore(run_dir, devices: int = 1) -> tuple[dict, train.Config]:
 
 def our_logits(params, m: model.ModelConfig, tokens: np.ndarray) -> np.ndarray:
     """model.logits on one device."""
-    execution = model.Execution("dense", 8, None, 1, 16)
+    execution = model.Execution("dense", 8, None, None, 1, 16)
     f = jax.shard_map(
         lambda params, tokens: model.logits(model.vary(params), model.vary(tokens), None, m, execution),
         mesh=mesh_of(1), in_specs=({n: t.spec for n, t in model.ledger(m).items()}, P()), out_specs=P(model.AXES),

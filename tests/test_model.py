@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import train
-from model import Execution, ModelConfig, Where, YarnConfig
+from model import Execution, ModelConfig, SplashConfig, Where, YarnConfig
 
 YARN_7B = YarnConfig(factor=8.0, original_length=8192, beta_fast=32.0, beta_slow=1.0)
 YARN_TINY = replace(YARN_7B, original_length=16, beta_fast=2.0)  # so short that it changes the tiny model's RoPE
@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
     compute_dtype="float32",
     grad_reduce_dtype="float32",
 )
-DENSE = Execution(attention="dense", attention_block=8, remat=None, scan_unroll=1, loss_chunk=13)
+DENSE = Execution(attention="dense", attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=13)
 BLOCKWISE = replace(DENSE, attention="blockwise")
 SEVEN_B = replace(
     CONFIG,
@@ -72,8 +72,8 @@ def make_mesh(shape=(1, 1, 1, 1)):
     return jax.make_mesh(shape, model.AXES, axis_types=auto, devices=jax.devices()[:n])
 
 
-def on_mesh(body, in_specs, out_specs, shape=(1, 1, 1, 1)):
-    mapped = jax.shard_map(body, mesh=make_mesh(shape), in_specs=in_specs, out_specs=out_specs)
+def on_mesh(body, in_specs, out_specs, shape=(1, 1, 1, 1), check_vma=True):
+    mapped = jax.shard_map(body, mesh=make_mesh(shape), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(mapped, compiler_options=QUICK)
 
 
@@ -229,6 +229,8 @@ def test_model_config_refuses(change, numbers):
     [
         ({"attention": "flash"}, ("attention", "'flash'", "dense", "blockwise")),
         ({"attention_block": 0}, ("attention_block", "0", "positive")),
+        ({"attention": "splash"}, ("splash", "null", "tiles")),
+        ({"remat": ("q", "gata1")}, ("remat", "'gata1'", "gate0")),
         ({"loss_chunk": -1}, ("loss_chunk", "-1", "positive")),
         ({"scan_unroll": 0}, ("scan_unroll", "0", "positive")),
     ],
@@ -508,7 +510,10 @@ def test_window_seen_through_attention(name):
     q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 6)), jnp.float32) for _ in range(3))
     where = Where(jnp.arange(12), jnp.arange(12), None, None, 4, 0)
     jacobian = jax.jit(
-        jax.jacobian(lambda v: model.ATTENTION[name](q, k, v, where, 5).sum((0, 2, 3))), compiler_options=QUICK
+        jax.jacobian(
+            lambda v: model.ATTENTION[name](q, k, v, where, replace(DENSE, attention_block=5), 0).sum((0, 2, 3))
+        ),
+        compiler_options=QUICK,
     )(v)
     seen = np.abs(np.asarray(jacobian)).sum((1, 3, 4)) > 0  # [query, key]
     distance = np.subtract.outer(np.arange(12), np.arange(12))
@@ -546,7 +551,7 @@ def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, kno
     where = Where(k_pos[earlier:], k_pos, q_segment, segments, window, earlier if known else None)
 
     def value(name, q, k, v):
-        out = model.ATTENTION[name](q, k, v, where, block)
+        out = model.ATTENTION[name](q, k, v, where, replace(DENSE, attention_block=block), 0)
         return jnp.sum(out * weight), out
 
     results = [
@@ -564,7 +569,12 @@ def test_blockwise_memory_grows_with_the_sequence_only():
     S = 8192
     where = Where(jnp.arange(S), jnp.arange(S), None, None, None, 0)
     shape = jax.ShapeDtypeStruct((1, S, 4, 32), jnp.float32)
-    f = jax.grad(lambda q, k, v: jnp.sum(model.blockwise_attention(q, k, v, where, 256) ** 2), (0, 1, 2))
+    f = jax.grad(
+        lambda q, k, v: jnp.sum(
+            model.blockwise_attention(q, k, v, where, replace(BLOCKWISE, attention_block=256), 0) ** 2
+        ),
+        (0, 1, 2),
+    )
     compiled = jax.jit(f).lower(shape, shape, shape).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.4e9
 
@@ -590,6 +600,46 @@ def test_documents_are_isolated(execution):
     assert np.abs(moved[:, 7:18] - packed[:, 7:18]).max() > 0.1
     unseparated = run_logits(c, params, tokens, execution)
     assert np.abs(unseparated[:, 18:] - packed[:, 18:]).max() > 0.1
+
+
+SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor", interpret=True)
+
+
+@pytest.mark.parametrize("shards, S", [(1, 256), (2, 512), (4, 1024)])
+@pytest.mark.parametrize("window", [None, 128, 200])
+@pytest.mark.parametrize("documents", [False, True])
+def test_splash_equals_dense(shards, S, window, documents):
+    """A window of 129 keys, an unscaled score, documents that leak, queries exchanged under another shard's mask, keys
+    before the sequence's begin; forward and backward, with more query heads than key heads."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, S, heads, 32)).astype(np.float32) for heads in (4, 2, 2, 4))
+    segments = np.cumsum(rng.random((2, S)) < 0.02, axis=1).astype(np.int32) if documents else None
+
+    def run(execution, shards):
+        def body(q, k, v, segments, dout):
+            positions = model.vary(lax.axis_index("context") * q.shape[1] + jnp.arange(q.shape[1]))
+            where = model.locate(positions, segments, window, execution)
+            out, vjp = jax.vjp(lambda q, k, v: model.attend(q, k, v, where, execution, 0), q, k, v)
+            return out, *vjp(dout)
+
+        specs = [P(None, "context") if x is not None else None for x in (q, k, v, segments, dout)]
+        f = on_mesh(body, tuple(specs), P(None, "context"), (1, 1, shards, 1), check_vma=False)
+        return f(q / math.sqrt(32), k, v, segments, dout)
+
+    got = run(replace(DENSE, attention="splash", splash=SPLASH), shards)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(DENSE, 1), strict=True):
+        assert difference(a, b) < 1e-5, name
+
+
+def test_swiglu_equals_autodiff():
+    """A gradient written by hand that is not that of the function."""
+    rng = np.random.default_rng(0)
+    gate, up, w, dout = (rng.standard_normal(s).astype(np.float32) for s in ((6, 5), (6, 5), (4, 5), (6, 4)))
+    out, vjp = jax.vjp(model.swiglu_down, gate, up, w)
+    expected, plain = jax.vjp(lambda g, u, w: (jax.nn.silu(g) * u) @ w.T, gate, up, w)
+    assert difference(out, expected) < 1e-6
+    for a, b in zip(vjp(dout), plain(dout), strict=True):
+        assert difference(a, b) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------------------- loss
@@ -767,7 +817,7 @@ def one_device():
     return c, params, batch, loss_and_gradients(c, params, batch, DENSE)
 
 
-@pytest.mark.parametrize("remat", [("x",), ("q", "k", "v", "context", "attn_out", "gate", "up", "ffn_out")])
+@pytest.mark.parametrize("remat", [("x",), ("q", "k", "v", "context", "attn_out", "gate0", "up1", "ffn_out")])
 def test_remat_and_unroll_change_nothing(one_device, remat):
     """Catches an activation recomputed from something else than it was made from, and layers in another order."""
     c, params, batch, (loss, _, grads) = one_device
