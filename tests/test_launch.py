@@ -1,9 +1,16 @@
-"""launch.py: the collectives of a training step are these and no others, and the compiled program has the same."""
+"""launch.py: the collectives of a training step are these and no others, compiled too; plans."""
 
+import importlib.util
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -335,3 +342,343 @@ def test_what_cannot_be_counted_is_an_error(monkeypatch, change, named):
     monkeypatch.setattr(model, "reduce_gradients", changed)
     with pytest.raises(train.RunFailed, match=re.escape(named)):
         launch.collectives(train.load_config("stage1", "cpu", list(TINY)), 8)
+
+
+# ---------------------------------------------------------------------------------------------- plan: the compiler
+
+PLAN = ("plan", "--config", "stage1.yaml", "--hardware")
+SMALL = (
+    "model.vocab_size=1000", "model.padded_vocab_size=1024", "model.n_layers=4", "model.d_model=256", "model.n_heads=2",
+    "model.n_kv_heads=2", "model.d_ff=768", "model.window=256", "model.pattern=sf", "data.sequence_length=512",
+    "data.global_batch=16", "mesh={data: -1, fsdp: 4, context: 1, tensor: 1}", "loss_chunk=512",
+    "splash={block: 128, block_backward: 128, q_layout: seq_minor, k_layout: seq_minor, v_layout: head_dim_minor}",
+)  # fmt: skip
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, has no wheel for this machine"
+)
+
+
+def plan_arguments(machine: str, topology: str, *more: str, sets=SMALL) -> list[str]:
+    return [*PLAN, machine, "--topology", topology, *more, *(word for one in sets for word in ("--set", one))]
+
+
+def sent(rows, kinds) -> int:
+    """Bytes that a device sends in one step."""
+    return sum(row["times"] * row["bytes"] for row in rows if row["kind"] in kinds)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("machine", "topology", "devices"), [("v5p", "v5p:2x2x1", 4), ("ironwood", "tpu7x:2x2x1", 8)])
+def test_plan_of_a_small_model(capsys, machine, topology, devices):
+    """A step that the TPU's compiler or the Splash kernel refuses; gathers of weights that the compiled step repeats,
+    drops, or no longer hides; a report that reads an old format of the compiler's files."""
+    assert launch.main(plan_arguments(machine, topology, "--json")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    kind = topology.partition(":")[0]
+    assert (plan["devices"], plan["chips"]) == (devices, 4) and plan["device_kind"] == launch.TPUS[kind].kind
+    assert plan["mesh"] == {"data": devices // 4, "fsdp": 4, "context": 1, "tensor": 1}
+    assert plan["sequences_a_device"] == plan["microbatch"] == 16 // devices
+    memory, c = plan["memory"], train.load_config("stage1", machine, list(SMALL))
+    state = 12 * model.parameter_count(c.model) / 4 / 2**30
+    assert state <= memory["arguments_gib"] + 0.005 <= state * 1.1 + 0.01
+    assert memory["fits"] and memory["total_gib"] == pytest.approx(memory["arguments_gib"] + memory["temporaries_gib"])
+    schedule = plan["scheduler"]
+    assert not schedule["over_memory_limit"] and plan["advice"] is None and 1e5 < schedule["cycles"] < 1e11
+    # Every SparseCore call waits for 1e9 cycles by its placeholder price; the work itself is far cheaper.
+    assert 1e5 < schedule["cycles_without_asynchronous_calls"] < 1e9
+
+    rows = plan["collectives"]
+    found = launch.collectives(c, devices)
+    gathers = [one for one in found if one.kind == "all-gather"]
+    scatters = [one for one in found if one.kind == "reduce-scatter"]
+    assert sent(rows, ["all-gather"]) == sum(one.sent_a_step for one in gathers)
+    assert sum(r["times"] * r["count"] for r in rows if r["kind"] == "all-gather") == sum(one.times for one in gathers)
+    # A reduce-scatter may become an all-reduce, of twice the bytes, and a slice.
+    scattered = sum(one.sent_a_step for one in scatters)
+    assert scattered <= sent(rows, ["reduce-scatter", "all-reduce"]) < 3 * scattered
+    loops = {r["place"]: r for r in rows if r["kind"] == "all-gather"}
+    assert loops.keys() == {"outside", "forward", "backward"} and loops["outside"]["times"] == 1
+    for place in ("forward", "backward"):  # two cycles of two layers, seven matrices each
+        row = loops[place]
+        assert (row["times"], row["count"]) == (2, 14)
+        assert 10 <= row["overlapped"] <= row["asynchronous"] <= 14
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_plan_to_the_end(capsys, tmp_path):
+    """Kernels that only the code generation refuses; --keep that keeps nothing; micro-batches counted once."""
+    more = ("--full", "--json", "--mfu", "0.5", "--keep", str(tmp_path / "kept"))
+    assert launch.main(plan_arguments("v5p", "v5p:2x2x1", *more, sets=[*SMALL, "microbatch=2"])) == 0
+    plan = json.loads(capsys.readouterr().out)
+    memory, full = plan["memory"], plan["full"]
+    assert full["compile_seconds"] > 0 and plan["cost"]["mfu"] == 0.5
+    assert full["argument_bytes"] / 2**30 == pytest.approx(memory["arguments_gib"], abs=0.01)
+    assert list((tmp_path / "kept").glob("*.after_optimizations.txt"))
+    assert {r["place"]: r["times"] for r in plan["collectives"]} == {
+        "outside": 1, "micro-batches": 2, "forward": 4, "backward": 4,
+    }  # fmt: skip
+    assert plan["scheduler"]["cycles"] > 1e5
+    assert launch.main(plan_arguments("v5p", "v5p:2x2x1", "--keep", str(tmp_path / "kept"))) == 2
+    assert "is not empty, expected a new folder" in capsys.readouterr().err
+
+
+MODULE = """HloModule jit_train_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: f32[64,32]) -> f32[8,32] {
+  ROOT %reduce-scatter.9 = f32[8,32]{1,0} reduce-scatter(%p), channel_id=1, replica_groups=[4,8]<=[32], to_apply=%add
+}
+
+%called (p: f32[64,32]) -> f32[8,32] {
+  ROOT %call.1 = f32[8,32]{1,0:T(8,128)} call(%p), to_apply=%wrapped
+}
+
+%begun (p: bf16[8,32]) -> (bf16[8,32], bf16[32,32]) {
+  %all-gather.1 = bf16[1,32,32]{2,1,0:T(8,128)(2,1)} all-gather(%p), channel_id=6, replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %custom-call.1 = (bf16[8,32]{1,0}, bf16[32,32]{1,0}) custom-call(%p, %all-gather.1)
+}
+
+%async_collective_fusion.7 (p: bf16[32,32]) -> bf16[32,32] {
+  ROOT %all-gather.2 = bf16[1,32,32]{2,1,0} all-gather(%p), channel_id=6, replica_groups={{0,1,2,3}}
+}
+
+%forward (state: (s32[], bf16[8,32])) -> (s32[], bf16[8,32]) {
+  %x = bf16[8,32]{1,0} get-tuple-element(%state), index=1
+  %async-collective-start = (bf16[8,32]{1,0}, /*index=1*/bf16[32,32]{1,0}) fusion(%x), kind=kCustom, calls=%begun
+  %gte.1 = bf16[32,32]{1,0} get-tuple-element(%async-collective-start), index=1
+  %fusion.5 = bf16[32,32] fusion(%g), kind=kOutput, calls=%async_collective_fusion.7, metadata={op_name="dot_general"}
+  %async-collective-done = bf16[32,32]{1,0} fusion(%fusion.5), kind=kCustom, calls=%begun
+  %async-collective-start.1 = (bf16[8,32]{1,0}, bf16[32,32]{1,0}) fusion(%x), kind=kCustom, calls=%begun
+  %mul_fusion = bf16[32,32]{1,0} fusion(%gte.1), kind=kOutput, calls=%add, metadata={op_name="f/mul"}
+  %async-collective-done.1 = bf16[32,32]{1,0} fusion(%gte.1), kind=kCustom, calls=%begun
+  %copy-start.1 = (bf16[8,32]{1,0}, bf16[8,32]{1,0}, u32[]) copy-start(%x)
+  ROOT %tuple.1 = (s32[], bf16[8,32]{1,0}) tuple(%i, %x)
+}
+
+%backward (state: (s32[], bf16[8,32])) -> (s32[], bf16[8,32]) {
+  %reduce-scatter.3.call-start = ((f32[64,32]{1,0}), f32[8,32]{1,0}) async-start(%g), calls=%called
+  %splash_mha_dq.1 = bf16[8,32]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %reduce-scatter.3.call-done = f32[8,32]{1,0} async-done(%reduce-scatter.3.call-start)
+  %all-gather-start.4 = (bf16[8,32]{1,0}, bf16[32,32]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3}}
+  %all-gather-done.4 = bf16[32,32]{1,0} all-gather-done(%all-gather-start.4)
+  ROOT %tuple.2 = (s32[], bf16[8,32]{1,0}) tuple(%i, %x)
+}
+
+%condition (state: (s32[], bf16[8,32])) -> pred[] {
+  %constant.8 = s32[]{:T(128)} constant(8), metadata={op_name="jit(train_step)/shard_map"}
+  ROOT %lt = pred[] compare(%i, %constant.8), direction=LT
+}
+
+%unknown (state: (s32[], bf16[8,32])) -> pred[] {
+  ROOT %lt.1 = pred[] compare(%i, %n), direction=LT
+}
+
+%twice (state: (s32[], bf16[8,32])) -> pred[] {
+  %constant.2 = s32[] constant(2)
+  ROOT %lt.2 = pred[] compare(%i, %constant.2), direction=LT
+}
+
+%pieces (state: (s32[], bf16[8,32])) -> (s32[], bf16[8,32]) {
+  %while.1 = (s32[]) while(%state), condition=%condition, body=%forward, metadata={op_name="f/while/body/jvp()/while"}
+  ROOT %while.2 = (s32[]) while(%i), condition=%unknown, body=%backward, metadata={op_name="f/transpose(jvp())/while"}
+}
+
+ENTRY %main.1_spmd (p: bf16[8,32]) -> bf16[8,32] {
+  %while.3 = (s32[]) while(%init), condition=%twice, body=%pieces, metadata={op_name="f/while"}
+  %all-reduce.5 = (f32[16]{0}, pred[3]{0}, /*index=2*/f32[]) all-reduce(%a, %b, %d), replica_groups={}, to_apply=%add
+  ROOT %collective-permute.1 = bf16[8,32]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+def test_compiled_collectives_are_found():
+    """A collective behind two calls, or one that a chain of fusions carries, counted not at all or many times; a copy
+    counted; work that hides nothing (a fusion without a matmul); bytes of the wrong end; a loop inside a loop."""
+    computations = launch.parse_hlo(MODULE)
+    loops = launch.find_loops(computations)
+    assert loops == {
+        "pieces": ("micro-batches", 2), "forward": ("forward", 16), "backward": ("backward", None),
+    }  # fmt: skip
+    gather, scatter = 8 * 32 * 2 * 3, 64 * 32 * 4 * 7 // 8
+    assert [tuple(row) for row in launch.compiled_collectives(computations, loops, devices=32)] == [
+        ("outside", 1, "all-reduce", 1, math.ceil((64 + 3 + 4) * 2 * 31 / 32), 0, 0),
+        ("outside", 1, "permute", 1, 8 * 32 * 2, 0, 0),
+        ("forward", 16, "all-gather", 2, 2 * gather, 2, 1),
+        ("backward", None, "all-gather", 1, gather, 1, 0),
+        ("backward", None, "reduce-scatter", 1, scatter, 1, 1),
+    ]
+
+
+SCHEDULED = """I1 scheduler] Statistics {when} scheduling:
+I1 scheduler] For computation: {name}, module jit_{module}(0)
+I1 scheduler] Total wasted cycles: 3e+09
+I1 scheduler] Wasted cycles for all-gather: 1e+09
+I1 scheduler] Wasted cycles for asynchronous call: {waiting}
+I1 scheduler] Total cycles: {cycles}
+I1 scheduler] Memory pressure peak (bytes): 93259781952
+"""
+OVER = (
+    "I1 LatencyHidingScheduler current memory usage: 101346269184 bytes, does not fit in initial limit: 96884173312. "
+    "Setting the new limit to 87195755980\n"
+)
+
+
+def scheduled(name, cycles, waiting=0, when="after", module="train_step") -> str:
+    return SCHEDULED.format(name=name, cycles=cycles, waiting=waiting, when=when, module=module)
+
+
+def test_schedule_is_read():
+    """Cycles from before the scheduling, of a loop or of another program; the first of two attempts; placeholders."""
+    loops = {"body": launch.Loop("forward", 8), "pieces": launch.Loop("micro-batches", 2)}
+    log = scheduled("body", "4e+09") + scheduled("main.1_spmd", "3e+10") + scheduled("main.1_spmd", 9, when="before")
+    read = launch.parse_schedule(log, loops)
+    assert read["cycles"] == read["cycles_without_asynchronous_calls"] == 3e10 and not read["over_memory_limit"]
+    again = log + OVER + scheduled("body", "5e+09") + scheduled("main.1_spmd", "3.5e+10", waiting="2.5e+10")
+    read = launch.parse_schedule(again + scheduled("main.1", 1, module="stage"), loops)
+    assert read["cycles"] == 3.5e10 and read["cycles_without_asynchronous_calls"] == 1e10
+    assert (read["over_memory_limit"], read["wanted_gib"], read["scheduler_limit_gib"]) == (True, 94.39, 90.23)
+    only_loops = launch.parse_schedule(scheduled("body", 7) + scheduled("pieces", 100, waiting=10), loops)
+    assert (only_loops["cycles"], only_loops["cycles_without_asynchronous_calls"]) == (200, 180)
+    assert launch.parse_schedule("", loops)["cycles"] is None
+
+
+def test_memory_is_read():
+    """VMEM counted as HBM, donated state counted twice, a limit that the compiler corrects."""
+    report = "Memory Space: default (color=0)\nTotal bytes: 94540593216 (88.05GiB)\n  x\nMemory Space: vmem (color=1)\n"
+    report += "Total bytes: 4128768 (3.94MiB)\n"
+    assignment = f"""BufferAssignment:
+allocation 0: size 32, thread-local:
+allocation 1: size {2**30}, parameter 8, shape |f32[32,32,11008]| at ShapeIndex {{}}, maybe-live-out:
+ value: <17375 param.92 @0> (size=45088768,offset=0): f32[32,32,11008]{{2,1,0:T(8,128)}}
+allocation 2: size {2**29}, parameter 3, shape |s32[4,8192]| at ShapeIndex {{}}:
+allocation 3: size {2**29}, color 2, parameter 4, shape |s32[]| at ShapeIndex {{}}:
+allocation 538: size 93980295456, preallocated-temp:
+"""
+    read = launch.parse_memory(report, assignment, "", 95.0)
+    assert read == {
+        "arguments_gib": 1.5, "temporaries_gib": 86.55, "total_gib": 88.05, "limit_gib": 95.0, "fits": True,
+    }  # fmt: skip
+    log = "E1 Ran out of memory in memory space hbm. Used 88.05G of 87.50G hbm. Exceeded hbm capacity by 0.55G."
+    read = launch.parse_memory(report, assignment, log, 95.0)
+    assert read["limit_gib"] == 87.5 and not read["fits"]
+
+
+def test_advice():
+    """A report that says what is wrong and not what to change, or that suggests half of one sequence."""
+    c = train.load_config("stage1", "v5p", ["remat=[x, q, k, v]"])
+    fits, over = {"fits": True}, {"over_memory_limit": True}
+    assert launch.advice(c, 4, {"memory": fits, "scheduler": {"over_memory_limit": False}}) is None
+    text = launch.advice(c, 4, {"memory": fits, "scheduler": over})
+    assert "gave up overlap" in text and "4 names: x q k v" in text and "microbatch 2 instead of 4" in text
+    text = launch.advice(c, 1, {"memory": {"fits": False}, "scheduler": over})
+    assert "does not fit" in text and "microbatch" not in text
+
+
+# -------------------------------------------------------------------------------------------------- plan: the cost
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "chips", "mfu", "expected"),
+    [
+        ("stage1", "tpu7x", 64, 0.445, {"seconds_a_step": 3.05, "chip_hours": 77_000}),
+        ("stage1", "tpu7x", 256, 0.445, {"seconds_a_step": 0.76, "chip_hours": 77_000, "days": 12.5}),
+        ("stage1", "tpu7x", 256, 0.30, {"chip_hours": 113_000}),
+        ("stage2", "v5p", 128, 0.574, {"chip_hours": 5_000, "days": 39 / 24, "flops_a_device_second": 263e12}),
+    ],
+)  # fmt: skip
+def test_cost_of_the_case_study(recipe, kind, chips, mfu, expected):
+    """Two devices of an Ironwood chip counted as one or four, hours of devices, days of one chip."""
+    cost = launch.cost(train.load_config(recipe, "v5p", []), kind, chips, mfu)
+    for name, value in expected.items():
+        assert cost[name] == pytest.approx(value, rel=0.01), name
+    assert cost["tokens"] == pytest.approx({"stage1": 5.93e12, "stage2": 1e11}[recipe], rel=1e-3)
+
+
+def test_flops_of_the_case_study():
+    """A window that is ignored, or halved twice; a vocabulary with its padding; the embedding counted."""
+    flops = launch.cost(train.load_config("stage1", "ironwood", []), "tpu7x", 64, 0.445)["flops_a_step"]
+    a_second = {name: n / 128 / 3.05 for name, n in flops.items()}
+    assert round(a_second["full causal"] / 1e12, 1) == 513.1
+    assert round(100 * a_second["full causal"] / 1153.5e12, 1) == 44.5
+    assert round(100 * a_second["window-correct"] / 1153.5e12, 1) == 43.4
+    assert flops["OLMo-core"] / (512 * 8192) == pytest.approx(4.9377e10, rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------- plan: what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("topology", "more", "named"),
+    [
+        ("v4:2x2x1", (), "--topology: got 'v4:2x2x1', expected KIND:XxYxZ in chips, KIND one of v5p, tpu7x"),
+        ("v5p:2x2", (), "--topology: got 'v5p:2x2'"),
+        ("v5p:4x4x4", ("--set", "mesh.data=1"), "for 64 devices, expected sizes whose product is 64"),
+        ("v5p:4x4x8", ("--mfu", "44.5"), "--mfu: got 44.5, expected a fraction"),
+    ],
+)
+def test_bad_plan_is_one_line(capsys, topology, more, named):
+    """A mistake that shows only after the compiler has been started."""
+    assert launch.main([*PLAN, "v5p", "--topology", topology, *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("launch.py: error: ") and named in err
+
+
+def test_without_the_compiler(capsys, monkeypatch):
+    """A traceback out of JAX's search for plug-ins."""
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    assert launch.main(plan_arguments("v5p", "v5p:2x2x1")) == 2
+    assert "libtpu, the compiler: not installed; fix: pip install -r requirements-tpu.txt" in capsys.readouterr().err
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "sets", "code", "named"),
+    [
+        ("v5p:2x3x1", ["mesh.fsdp=2", "data.global_batch=12"], 2, "v5p:2x3x1, which the compiler refuses"),
+        ("v5p:2x2x1", ["xla_flags={xla_tpu_no_such_flag: true}"], 1, "xla_tpu_no_such_flag"),
+        ("v5p:2x2x1", ["splash.block=384"], 1, "384"),
+    ],
+    ids=["topology", "flag", "kernel"],
+)
+def test_what_the_compiler_refuses_is_one_line(capsys, topology, sets, code, named):
+    """The reason lost in 600 lines of the compiler's log, or exit code 0 with a report of nothing."""
+    assert launch.main(plan_arguments("v5p", topology, sets=[*SMALL, *sets])) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("launch.py: error: ") and named in err
+
+
+def test_reason_of_a_crash():
+    """The last line of a stack dump instead of the check that failed."""
+    log = "I1129 start\nF1129 22:55:35.1 77 a.cc:1] Check failed: x == y\nE1129 22:55 RAW: Raising signal 6\n"
+    assert launch.why_it_failed(log).endswith("a.cc:1] Check failed: x == y")
+    assert launch.why_it_failed(log + "launch.py: error: RuntimeError: no\n") == "RuntimeError: no"
+    assert launch.why_it_failed("") == "it printed nothing"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_child_ends_with_its_parent(tmp_path, sent):
+    """A compiler that goes on for an hour on two cores after Ctrl-C, or after the parent was killed; files left."""
+    env = os.environ | {"TMPDIR": str(tmp_path)}  # tempfile's
+    command = [sys.executable, launch.__file__, *plan_arguments("v5p", "v5p:2x2x1", "--full")]
+    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = None
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("plan_*/*jit_train_step*.before_optimizations.txt")):  # it is in the compiler, in C++
+        assert parent.poll() is None and time.monotonic() < deadline, parent.communicate()
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        child = int(children[0]) if children else child
+        time.sleep(0.05)
+    parent.send_signal(sent)
+    _, err = parent.communicate(timeout=20)
+    assert parent.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 5  # left alone it would go on for longer
+    while Path(f"/proc/{child}").exists() and "zombie" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert sent == signal.SIGKILL or not list(tmp_path.glob("plan_*"))
