@@ -538,7 +538,7 @@ def advice(c: train.Config, size: int, plan: dict) -> str | None:
     """What to change in the hardware file when memory is short."""
     if plan["memory"]["fits"] and not plan["scheduler"]["over_memory_limit"]:
         return None
-    names = train.execution(c, size).remat
+    names = train.execution(c, size, "tpu").remat
     saved = "everything" if names is None else f"{len(names)} names: {' '.join(names)}"
     helps = [f"save less in remat (now {saved})"] if names != () else []
     helps += [f"microbatch {size // 2} instead of {size}"] if size > 1 else []

@@ -300,7 +300,7 @@ def check_config(c: Config) -> None:
         if getattr(c.hardware, name) < (name == "microbatch"):
             raise ValueError(f"{name}: got {getattr(c.hardware, name)}, expected a positive number")
     for size in range(1, c.hardware.microbatch + 1):
-        execution(c, size)
+        execution(c, size, "tpu")
     if c.data.global_batch * c.data.sequence_length >= 2**31:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
@@ -353,7 +353,7 @@ def microbatch(c: Config, local_batch: int) -> int:
     return max(n for n in range(1, min(c.hardware.microbatch, local_batch) + 1) if local_batch % n == 0)
 
 
-def execution(c: Config, size: int, platform: str = "tpu") -> model.Execution:
+def execution(c: Config, size: int, platform: str) -> model.Execution:
     """The hardware file's choices for micro-batches of `size`. Names saved for a larger one fit a smaller one."""
     splash = c.hardware.splash and model.SplashConfig(**asdict(c.hardware.splash), interpret=platform != "tpu")
     remat = c.hardware.remat

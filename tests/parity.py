@@ -281,7 +281,7 @@ def our_gradients(c: train.Config, params: dict, batch: dict, divisor: float):
     specs = train.param_specs(c)
 
     def body(params, batch):
-        grads, sums = train.gradients(params, batch, jnp.float32(divisor), c, train.execution(c, 2), 2)
+        grads, sums = train.gradients(params, batch, jnp.float32(divisor), c, train.execution(c, 2, "cpu"), 2)
         return grads, lax.psum(sums, model.AXES)
 
     f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, train.batch_specs(c)), out_specs=(specs, P()))

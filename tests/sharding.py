@@ -154,7 +154,9 @@ def gradients(case: Case, code=train) -> dict:
     size = code.microbatch(c, c.data.global_batch // (case.mesh[0] * case.mesh[1]))
 
     def body(params, batch):
-        grads, sums = code.gradients(params, batch, np.float32(max(divisor, 1)), c, code.execution(c, size), size)
+        grads, sums = code.gradients(
+            params, batch, np.float32(max(divisor, 1)), c, code.execution(c, size, "cpu"), size
+        )
         return grads, lax.psum(sums, model.AXES) / max(divisor, 1)
 
     specs = code.param_specs(c)

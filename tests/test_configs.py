@@ -20,7 +20,7 @@ def test_every_recipe_loads_with_every_machine(recipe, machine):
     """A recipe or hardware file that a key was forgotten in, or whose remat does not fit its micro-batches."""
     c = load(recipe, machine)
     for size in range(1, c.hardware.microbatch + 1):
-        train.execution(c, size)
+        train.execution(c, size, "tpu")
 
 
 def test_recipes_and_machines_are_all_here():

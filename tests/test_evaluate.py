@@ -74,7 +74,7 @@ def test_every_token_counts_once(house, straight, loss):
     forward = jax.jit(
         jax.shard_map(
             lambda p, tokens, segments: model.logits(
-                model.vary(p), model.vary(tokens), segments, c.model, train.execution(c, 1)
+                model.vary(p), model.vary(tokens), segments, c.model, train.execution(c, 1, "cpu")
             ),
             mesh=mesh, in_specs=(specs, spec, spec), out_specs=jax.sharding.PartitionSpec(model.AXES), check_vma=False,
         )

@@ -60,12 +60,12 @@ def test_stage1_on_512_devices():
     """A weight that is gathered once more, or not again for the backward pass (then all of them are held), or in fp32;
     a gradient that is summed in bf16, once a layer or over one axis more: whatever is not written here."""
     found = launch.collectives(train.load_config("stage1", "v5p", []), 512)
-    data, fsdp, both = (("data", 4),), (("fsdp", 128),), (("data", 4), ("fsdp", 128))
+    data, fsdp, both = (("data", 8),), (("fsdp", 64),), (("data", 8), ("fsdp", 64))
     expected = [
         *weights(fsdp, tensor=1),
-        summed(data, (V, D // 128), 2),  # embed lm_head
-        summed(data, (L, D // 128, D), 4),  # wq wk wv wo
-        summed(data, (L, D // 128, F), 3),  # w_gate w_up w_down
+        summed(data, (V, D // 64), 2),  # embed lm_head
+        summed(data, (L, D // 64, D), 4),  # wq wk wv wo
+        summed(data, (L, D // 64, F), 3),  # w_gate w_up w_down
         summed(both, (L, D), 4),  # q_norm k_norm attn_norm ffn_norm
         summed(both, (D,), 1),  # final_norm
         scalars(both, "int32", (), 2),  # labels; filtered instances
@@ -76,7 +76,7 @@ def test_stage1_on_512_devices():
     # Of a parameter in a layer 2 bytes are gathered twice and 4 are reduced; in embed and lm_head gathered once.
     layer = 4 * D * D + 3 * D * F
     over_fsdp = sum(one.sent_a_step for one in found if one.axes == fsdp and one.shape)
-    assert over_fsdp == 127 * (8 * L * layer + 6 * 2 * V * D) // 128 == 56_297_259_008
+    assert over_fsdp == 63 * (8 * L * layer + 6 * 2 * V * D) // 64 == 55853973504
 
 
 def test_65536_tokens_over_context_and_tensor():
@@ -295,7 +295,7 @@ def test_tables_and_json_say_the_same(capsys):
     rows = json.loads(capsys.readouterr().out)
     assert launch.main([*STAGE1, "512"]) == 0
     out = capsys.readouterr().out
-    assert "| layer in hidden_states | forward | all-gather | fsdp 128 | bfloat16 | 224 | 12,850.8 |" in out
+    assert "| layer in hidden_states | forward | all-gather | fsdp 64 | bfloat16 | 224 | 12,749.6 |" in out
     sums = [r for r in out.split("\n\n")[2].splitlines() if "---" not in r][1:]
     assert sum(int(r.split(" | ")[2].replace(",", "")) for r in sums) == sum(r["times"] for r in rows) == 702
     sent = sum(r["sent_a_step"] for r in rows)
@@ -306,7 +306,7 @@ def test_tables_and_json_say_the_same(capsys):
     ("arguments", "named"),
     [
         (("0",), "--devices: got 0, expected a positive number"),
-        (("3",), "'fsdp': 128, 'context': 1, 'tensor': 1} for 3 devices, expected sizes whose product is 3"),
+        (("3",), "'fsdp': 64, 'context': 1, 'tensor': 1} for 3 devices, expected sizes whose product is 3"),
         (("640",), "global batch: got 512, expected a multiple of data x fsdp = 640"),
         (("512", "--set", "model.d_modle=1"), "model.d_modle: unknown key; did you mean 'd_model'?"),
     ],

@@ -237,6 +237,30 @@ def test_metric_names_are_those_of_the_dashboard(straight):
 # ------------------------------------------------------------------------------------------------ damaged checkpoints
 
 
+def test_utilisation_of_the_case_study():
+    """FLOPs that leave out the head or count padding rows and norms, a window counted as full, a chip for a device."""
+    c = train.load_config("stage1", "ironwood", [])
+    got = train.utilisation(c, 4 * 8192 / 3.05, "TPU7x")  # 4 sequences a device, 3.05 s a step
+    expected = {
+        "perf/TFLOPs per device (full causal)": 513.1,
+        "perf/MFU (full causal) (%)": 44.5,
+        "perf/MFU (window-correct) (%)": 43.4,
+    }
+    assert {tag: round(got[tag], 1) for tag in expected} == expected
+    assert train.flops_per_token(c) == pytest.approx(4.9377e10, rel=1e-4)  # OLMo-core's own number
+    assert set(train.utilisation(c, 1e4, "cpu")) == {tag for tag in got if "TFLOPs" in tag}  # no peak, no MFU
+
+
+def test_profile(main, tmp_path, capsys):
+    """A trace that is empty, never closed, or of other steps than it says; one without the names of the source."""
+    assert main(tmp_path / "run", "run.steps=8", "run.eval_index=null", extra=("--profile", "2")) == 0
+    assert "profile of steps 3 to 4" in capsys.readouterr().err
+    traces = list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 1 and traces[0].stat().st_size > 10_000
+    assert main(tmp_path / "other", extra=("--profile", "-1")) == 2
+    assert "--profile: got -1" in capsys.readouterr().err
+
+
 def largest(folder: Path) -> Path:
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
