@@ -616,7 +616,7 @@ def test_flops_of_the_case_study():
     [
         ("v4:2x2x1", (), "--topology: got 'v4:2x2x1', expected KIND:XxYxZ in chips, KIND one of v5p, tpu7x"),
         ("v5p:2x2", (), "--topology: got 'v5p:2x2'"),
-        ("v5p:4x4x4", ("--set", "mesh.data=1"), "for 64 devices, expected sizes whose product is 64"),
+        ("v5p:4x4x4", ("--set", "mesh.data=2"), "for 64 devices, expected sizes whose product is 64"),
         ("v5p:4x4x8", ("--mfu", "44.5"), "--mfu: got 44.5, expected a fraction"),
     ],
 )
