@@ -1068,9 +1068,9 @@ def utilisation(c: Config, tokens_per_second: float, device_kind: str) -> dict[s
     """TFLOP/s of a device that trains on so many tokens a second, and, where its peak is known, MFU in percent."""
     values, peak = {}, PEAK_FLOPS.get(device_kind)
     for name, flops in model_flops_per_token(c).items():
-        values[f"perf/TFLOPs per device ({name})"] = flops * tokens_per_second / 1e12
+        values[f"throughput/device/TFLOPs ({name})"] = flops * tokens_per_second / 1e12
         if peak:
-            values[f"perf/MFU ({name}) (%)"] = 100 * flops * tokens_per_second / peak
+            values[f"throughput/device/MFU ({name})"] = 100 * flops * tokens_per_second / peak
     if peak:
         values["throughput/device/MFU"] = 100 * flops_per_token(c) * tokens_per_second / peak
     return values
@@ -1425,7 +1425,7 @@ class Run:
             "tokens": final["throughput/total tokens"],
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
             "skipped_steps": skipped,
-            **{tag: final[tag] for tag in final if tag.startswith("perf/") and "(" in tag},  # of the last step
+            **{tag: final[tag] for tag in final if re.match("throughput/device/(TFLOPs|MFU)", tag)},  # of the last step
             "checkpoint": str(self.run_dir / "checkpoints" / str(final["step"])),
             "curves": str(draw_curves(self.run_dir)),
         }

@@ -242,9 +242,9 @@ def test_utilisation_of_the_case_study():
     c = train.load_config("stage1", "ironwood", [])
     got = train.utilisation(c, 4 * 8192 / 3.05, "TPU7x")  # 4 sequences a device, 3.05 s a step
     expected = {
-        "perf/TFLOPs per device (full causal)": 513.1,
-        "perf/MFU (full causal) (%)": 44.5,
-        "perf/MFU (window-correct) (%)": 43.4,
+        "throughput/device/TFLOPs (full causal)": 513.1,
+        "throughput/device/MFU (full causal)": 44.5,
+        "throughput/device/MFU (window-correct)": 43.4,
     }
     assert {tag: round(got[tag], 1) for tag in expected} == expected
     assert train.flops_per_token(c) == pytest.approx(4.9377e10, rel=1e-4)  # OLMo-core's own number
