@@ -150,7 +150,7 @@ def logits_function(c: model.ModelConfig, attention: str):
 
     tokens = P(("data", "fsdp"), "context")
     mapped = jax.shard_map(body, mesh=one_device(), in_specs=(specs, tokens), out_specs=P(*tokens, "tensor"))
-    return jax.jit(mapped, compiler_options=train.compiler_options(config(QUICK)))
+    return jax.jit(mapped, compiler_options=config(QUICK).hardware.xla_flags)
 
 
 def compare_logits(yarn: model.YarnConfig | None, their_yarn: model.YarnConfig | None) -> float:

@@ -699,7 +699,7 @@ def refused(capsys, argv: list[str]) -> str:
         ("data.index=nowhere.json", "nowhere.json: got no such file, expected an index"),
         ("data.index=gs://bucket/train.json", "got a URL, expected a local path"),
         ("run.eval_index=nowhere.json", "nowhere.json: got no such file, expected an index"),
-        ("remat=[x, nothing]", "remat: got 'nothing', expected 'all' or names out of"),
+        ("remat=[x, nothing]", "remat: got 'nothing', expected 'all', or names out of"),
         ("remat=none", "remat: got 'none', expected all, a list of names"),
         ("remat={2: [x]}", "remat: got entries for [2] sequences, expected one for 3 or more"),
         ("microbatch=0", "microbatch: got 0"),
