@@ -670,30 +670,27 @@ def run_plan(args) -> int:
 # ----------------------------------------------------------------------------------------------------- command line
 
 
-def add_common(verb, run) -> None:
+def add_verb(verbs, name: str, run, about: str, example: str):
+    verb = verbs.add_parser(
+        name, help=about, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example: python launch.py {name} --config stage1.yaml --hardware v5p {example}",
+    )  # fmt: skip
     verb.set_defaults(run=run)
     verb.add_argument("--config", required=True, help="a file, or a name in configs/")
     verb.add_argument("--hardware", required=True, help="a file, or a name in configs/hardware/")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
+    return verb
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser(
-        "collectives", help="what the devices send to each other in one training step",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python launch.py collectives --config stage1.yaml --hardware v5p --devices 512",
-    )  # fmt: skip
-    add_common(verb, run_collectives)
+    about = "what the devices send to each other in one training step"
+    verb = add_verb(verbs, "collectives", run_collectives, about, "--devices 512")
     verb.add_argument("--devices", required=True, type=int, help="how many; the mesh of the hardware file is filled up")
     verb.add_argument("--json", action="store_true", help="the whole list, a shape a row, instead of tables")
-    verb = verbs.add_parser(
-        "plan", help="compile the training step for a TPU topology: memory, schedule, overlap, cost",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python launch.py plan --config stage1.yaml --hardware v5p --topology v5p:4x4x8",
-    )  # fmt: skip
-    add_common(verb, run_plan)
+    about = "compile the training step for a TPU topology: memory, schedule, overlap, cost"
+    verb = add_verb(verbs, "plan", run_plan, about, "--topology v5p:4x4x8")
     verb.add_argument("--topology", required=True, metavar="KIND:XxYxZ", help="v5p:4x4x8 or tpu7x:4x4x4, in chips")
     verb.add_argument("--mfu", type=float, help="for the cost; default: the case study's on that chip")
     verb.add_argument("--full", action="store_true", help="compile to the end, kernels included (can take an hour)")

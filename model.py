@@ -582,9 +582,8 @@ def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution:
     """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor."""
     with jax.named_scope("attention"):
         S = where.q_pos.shape[0]
-        q_NA = save_as(
-            "q", position, x_ND @ w["wq"]
-        )  # before norm and RoPE: saved later, the norm's backward would need it again
+        # Saved before norm and RoPE: the norm's backward pass would need the product of x and wq again.
+        q_NA = save_as("q", position, x_ND @ w["wq"])
         k_NE = save_as("k", position, x_ND @ w["wk"])
         v_NE = save_as("v", position, x_ND @ w["wv"])
         q_NA = rms_norm_over_tensor(q_NA, w["q_norm"], config.norm_eps)

@@ -1244,6 +1244,7 @@ class Run:
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
         }
+        self.tracing = False
         self.pending = None  # (step, instances seen, metrics on the device, seconds of loading) of the step in flight
         self.finished_at: float | None = None
         self.seconds_a_step: list[float] = []
@@ -1288,6 +1289,7 @@ class Run:
         with contextlib.ExitStack() as at_exit:
             for thing in (self.metrics, self.progress, batches, self.checkpoints):
                 at_exit.callback(thing.close)
+            at_exit.callback(self.end_trace)
             if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
                 self.evaluate(self.start)  # a signal or a kill had cut it short
             for step in range(self.start + 1, c.run.steps + 1):
@@ -1321,10 +1323,17 @@ class Run:
         if self.profile and step == first:
             self.finish_pending()
             jax.profiler.start_trace(str(self.run_dir / "profile"))
-        elif self.profile and step == first + self.profile:
+            self.tracing = True
+        elif self.tracing and step == first + self.profile:
             self.finish_pending()
+            self.end_trace()
+
+    def end_trace(self) -> None:
+        """Also when the run ends before the profile does: a trace that is not ended is never written."""
+        if self.tracing:
             jax.profiler.stop_trace()
-            say(f"profile of steps {first} to {step - 1} in {self.run_dir / 'profile'}")
+            self.tracing = False
+            say(f"profile from step {self.start + 3} on in {self.run_dir / 'profile'}")
 
     def finish_pending(self) -> None:
         """Wait for the step in flight and log it; end the run if too many in a row were not finite."""
