@@ -827,7 +827,7 @@ def check_tokens(args, source: Checkpoint, hf: HuggingFace) -> tuple[np.ndarray,
     n = length * args.sequences
     if args.tokens:
         path = data.local_path(args.tokens)
-        fault = data.format_fault(path, 4) if path.is_file() else "no such file"
+        fault = data.survey(path, 4)[0]
         expect(fault is None, args.tokens, fault, "a token file: headless little-endian uint32")
         ids, what = np.fromfile(path, "<u4", n), args.tokens
         expect(len(ids) == n, args.tokens, f"{len(ids)} tokens", f"{n}; fix: a smaller --length or --sequences")

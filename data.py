@@ -18,8 +18,9 @@ Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtere
 
 Source: OLMo-core 2.5 data/numpy_dataset.py:NumpyFSLDataset, data/data_loader.py, data/utils.py (instances, order
 "olmo_core", fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it
-needs no memory and no start-up time. What this is not: no packing, no mixing by weight, no reading from object stores
-(mount them). It imports no sibling file, and jax only where Grain does: in `loader` and in the feistel order.
+needs no memory and no start-up time. What this is not: no packing, no mixing by weight, no downloader (`urls` prints
+what wget takes), no reading from object stores (mount them). It imports no sibling file, and jax only where Grain does:
+in `loader` and in the feistel order.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import copy
 import dataclasses
+import errno
 import fcntl
 import hashlib
+import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,16 +43,21 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import sys
 import sysconfig
 import threading
 import time
+import urllib.error
+import urllib.request
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+from urllib.parse import quote, unquote
 
 import numpy as np
 import zstandard
@@ -59,6 +69,8 @@ INDEX_VERSION = 1
 EDGE_BYTES = 4096  # so much of either end of a file is hashed: enough to notice a swapped file, cheap on 4 TB
 NPY_MAGIC = b"\x93NUMPY"
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # how dolma2 spells them too
+# Vocabulary size, EOS and PAD of the tokenizers that Ai2's mixes name: one tokenizer under two names.
+KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-tokenizer"), (100278, 100257, 100277))
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 READ_BYTES = 2**20
@@ -66,6 +78,11 @@ ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
 SCAN_TOKENS = 2**22  # tokens that `verify --ids` looks at at once
 EOS_WITHIN = 1_000_000  # `verify --ids` warns about a file of this many tokens without one EOS
 PAD_FRACTION = 0.01  # ... and about one with more padding than this
+THREADS = 32  # files looked at at once: on a mounted bucket each look is a round trip
+# What disks and networks recover from; the pauses before reading again. Everything else fails at once.
+TRANSIENT = {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENETUNREACH}
+TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+PAUSES = (0.5, 1, 2, 4, 8, 16)  # seconds
 
 
 class DataError(ValueError):
@@ -97,9 +114,13 @@ class DataConfig:
 # Files
 
 
+def is_url(path: str | os.PathLike) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def local_path(path: str | os.PathLike) -> Path:
     """A pathlib path; refuses URLs, which pathlib would turn into a folder called "gs:"."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+    if is_url(path):
         raise DataError(f"{path}: got a URL, expected a local path; fix: mount it, e.g. with gcsfuse")
     return Path(path)
 
@@ -119,26 +140,104 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def edge_hash(path: Path) -> str:
-    """sha256 of the first and the last 4 KiB of a file."""
-    with open(path, "rb") as f:
-        head = f.read(EDGE_BYTES)
-        f.seek(max(0, os.fstat(f.fileno()).st_size - EDGE_BYTES))
-        return hashlib.sha256(head + f.read(EDGE_BYTES)).hexdigest()
+def warn(message: str) -> None:
+    print(f"data.py: WARNING: {message}", file=sys.stderr)
 
 
-def format_fault(path: Path, itemsize: int) -> str | None:
-    """What keeps `path` from being a headerless token file, or None."""
-    size = path.stat().st_size
-    with open(path, "rb") as f:
-        magic = f.read(len(NPY_MAGIC))
+def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:
+    """work(item) for all items in threads, in the order of the items, with progress. At most THREADS files are open."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        results = pool.map(work, items)
+        yield from tqdm(results, desc=what, total=len(items), unit="file", leave=False, disable=None)
+
+
+def patiently(read: Callable, name: str | os.PathLike):
+    """read(), and again after each of PAUSES while it fails in a way that may pass. Errors carry the file's name."""
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except OSError as e:
+            reason = e.reason if isinstance(e, urllib.error.URLError) and isinstance(e.reason, OSError) else e
+            passing = reason.errno in TRANSIENT or isinstance(reason, TimeoutError)
+            text = reason.strerror or str(reason)
+            if not passing and getattr(e, "code", None) not in TRANSIENT_STATUS:
+                raise OSError(reason.errno, text, str(name)) from e
+            if pause is None:
+                raise OSError(reason.errno, f"{text}, still after {sum(PAUSES):g} s", str(name)) from e
+            warn(f"{name}: {text}; reading it again in {pause:g} s")
+        time.sleep(pause)
+
+
+def read_at(fd: int, offset: int, count: int) -> bytes:
+    """`count` bytes of an open file, fewer only at its end. (np.fromfile takes an I/O error for the end of the file.)"""
+    content = os.pread(fd, count, offset)
+    while len(content) < count and (more := os.pread(fd, count - len(content), offset + len(content))):
+        content += more
+    return content
+
+
+def read_range(url: str, span: str) -> tuple[int, bytes]:
+    """The size of a file on a web server, and a span of its bytes: "0-4095", or "-4096" for the last ones."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes={span}", "User-Agent": "data.py"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            if response.headers["Content-Length"] == "0":
+                return 0, b""
+            if response.status != 206:
+                raise DataError(f"{url}: got status {response.status}, expected 206; fix: a server that knows Range")
+            return int(response.headers["Content-Range"].rpartition("/")[2]), response.read()
+    except urllib.error.HTTPError as e:
+        if e.code == 416:  # an empty file has no first byte
+            return 0, b""
+        if e.code in (404, 410):
+            raise FileNotFoundError(errno.ENOENT, str(e)) from e
+        raise
+    except http.client.HTTPException as e:  # a connection that ended early
+        raise ConnectionResetError(errno.ECONNRESET, f"{type(e).__name__}: {e}") from e
+
+
+def read_edges(where: str | Path) -> tuple[int, bytes, bytes]:
+    """Size, first and last 4 KiB of a file, here or on a web server."""
+
+    def read() -> tuple[int, bytes, bytes]:
+        if is_url(where):
+            size, head = read_range(where, f"0-{EDGE_BYTES - 1}")
+            return size, head, read_range(where, f"-{EDGE_BYTES}")[1]
+        with open(where, "rb", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            head = read_at(f.fileno(), 0, EDGE_BYTES)
+            return size, head, read_at(f.fileno(), max(0, size - EDGE_BYTES), EDGE_BYTES)
+
+    return patiently(read, where)
+
+
+def survey(where: str | Path, itemsize: int) -> tuple[str | None, int, str]:
+    """What keeps a file from being headerless tokens (or None), its size, and the sha256 of its first and last 4 KiB."""
+    try:
+        size, head, tail = read_edges(where)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"{where}: got no such file (missing), expected tokens; fix: fetch it, or check the path", 0, ""
+    fault = None
     if size == 0:
-        return f"{path}: got an empty file, expected tokens; fix: remove it from the list"
-    if magic == NPY_MAGIC:
-        return f"{path}: got a real .npy header, expected headerless tokens; fix: np.load(path).tofile(path)"
-    if size % itemsize:
-        return f"{path}: got {size} bytes, expected a multiple of {itemsize}; fix: truncated, or another dtype"
-    return None
+        fault = f"{where}: got an empty file, expected tokens; fix: fetch it again, or remove it from the list"
+    elif head.startswith(NPY_MAGIC):
+        fault = f"{where}: got a real .npy header, expected headerless tokens; fix: np.load(path).tofile(path)"
+    elif size % itemsize:
+        fault = f"{where}: got {size} bytes, expected a multiple of {itemsize} (odd); fix: truncated, or another dtype"
+    return fault, size, hashlib.sha256(head + tail).hexdigest()
+
+
+def status(path: Path) -> os.stat_result | None:
+    """What the file system says of a file; None if there is none."""
+
+    def read() -> os.stat_result | None:
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    return patiently(read, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +275,7 @@ class Index:
         if len({f.path for f in self.files}) < len(self.files):
             raise DataError(f"files: got {len(self.files)} entries, expected every path once")
         for f in self.files:
-            if PurePosixPath(f.path).is_absolute() or ".." in PurePosixPath(f.path).parts:
+            if f.path.startswith("/") or ".." in f.path.split("/"):
                 raise DataError(f"{f.path}: expected a path below the data root")
             if f.instances != f.bytes // self.itemsize // self.sequence_length:
                 raise DataError(f"{f.path}: {f.instances} instances do not follow from {f.bytes} bytes")
@@ -238,8 +337,8 @@ def olmo_core_fingerprint(index: Index) -> str:
 
 
 def build_index(
-    files: Iterable[tuple[str, Path]],
-    root: Path,
+    files: Iterable[tuple[str, str | os.PathLike]],
+    root: str | os.PathLike,
     sequence_length: int,
     *,
     tokenizer: str,
@@ -248,24 +347,33 @@ def build_index(
     pad_id: int | None = None,
     dtype: str = "uint32",
 ) -> Index:
-    """An index of (label, path) pairs, in the order given; `root` is what its paths will be relative to."""
+    """An index of (label, path) pairs, in the order given; `root`, a folder or an http(s) URL, is what its paths will
+    be relative to. All files that are no token files are named together."""
     check_format(sequence_length, dtype, vocab_size)
-    itemsize = np.dtype(dtype).itemsize
-    root = local_path(root).resolve()
-    entries = []
-    for label, path in files:
-        path = local_path(path).resolve()
-        if not path.is_file():
-            raise DataError(f"{path}: got no such file, expected tokens; fix: check the path")
-        if not path.is_relative_to(root):
-            raise DataError(f"{path}: got a file outside {root}, expected one below it; fix: give --root")
-        if fault := format_fault(path, itemsize):
-            raise DataError(fault)
-        size = path.stat().st_size
-        instances = size // itemsize // sequence_length
-        entries.append(TokenFile(path.relative_to(root).as_posix(), label, size, instances, edge_hash(path)))
+    if not str(root).startswith(("http://", "https://")):
+        root = local_path(root)
+    itemsize, files = np.dtype(dtype).itemsize, list(files)
+    names = [relative_name(path, root) for _, path in files]
+    found = list(in_parallel(lambda file: survey(file[1], itemsize), files, "index"))
+    if faults := [fault for fault, *_ in found if fault]:
+        raise DataError("\n".join(faults))
+    entries = tuple(
+        TokenFile(name, label, size, size // itemsize // sequence_length, edges)
+        for (label, _), name, (_, size, edges) in zip(files, names, found, strict=True)
+    )
     identity = (sequence_length, dtype, tokenizer, vocab_size)
-    return Index(INDEX_VERSION, *identity, eos_id, pad_id, tuple(entries), fingerprint(*identity, entries))
+    return Index(INDEX_VERSION, *identity, eos_id, pad_id, entries, fingerprint(*identity, entries))
+
+
+def relative_name(path: str | os.PathLike, root: str | os.PathLike) -> str:
+    """Where a file is below the root. Links keep their names, so that data may lie on several disks."""
+    if is_url(root):
+        return unquote(str(path).removeprefix(str(root).rstrip("/") + "/"))
+    for absolute in (os.path.abspath, os.path.realpath):
+        file, folder = PurePosixPath(absolute(local_path(path))), absolute(local_path(root))
+        if file.is_relative_to(folder):
+            return file.relative_to(folder).as_posix()
+    raise DataError(f"{path}: got a file outside {root}, expected one below it; fix: give --root")
 
 
 def write_index(index: Index, path: Path) -> None:
@@ -289,15 +397,18 @@ def load_index(path: str | os.PathLike) -> Index:
         raise DataError(f"{path}: not an index ({type(e).__name__}: {e}); fix: index again") from e
 
 
-def file_fault(path: Path, file: TokenFile, read: bool = True) -> str | None:
+def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
     """How a token file differs from its index entry, or None. read=False looks at its size only."""
-    if not path.is_file():
-        return f"{path}: got no such file, expected {file.bytes} bytes; fix: give --data-root"
-    if (size := path.stat().st_size) != file.bytes:
-        return f"{path}: got {size} bytes, the index says {file.bytes}; fix: copy the file again, or index again"
-    if read and edge_hash(path) != file.edge_hash:
+    if (found := status(path)) is None:
+        return f"{path}: got no such file (missing), expected {file.bytes} bytes; fix: fetch it, or give --data-root"
+    if (size := found.st_size) != file.bytes:
+        kind = "empty" if size == 0 else "odd" if size % itemsize else "short" if size < file.bytes else "long"
+        got = f"got {size} bytes, the index says {file.bytes} ({kind})"
+        return f"{path}: {got}; fix: fetch or copy the file again, or index again"
+    fault, _, edges = survey(path, itemsize) if read else (None, size, file.edge_hash)
+    if edges != file.edge_hash:
         return f"{path}: got other first or last 4 KiB than the index says; fix: copy the file again, or index again"
-    return None
+    return fault
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,10 +529,13 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
 
 
 class BatchSource:
-    """Batches by global position. Picklable: Grain's workers get a copy. Nothing stays open between reads."""
+    """Batches by global position. Picklable: Grain's workers get a copy. Nothing stays open between reads.
 
-    def __init__(self, index: Index, config: DataConfig, root: Path, order_dir, rows: np.ndarray):
+    `states` are size and time of modification (ns) of every file when the run opened it, by path."""
+
+    def __init__(self, index: Index, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict):
         self.index, self.config, self.root, self.order_dir, self.rows = index, config, root, order_dir, rows
+        self.states = states
         self.instances = index.instances
         self.batches_per_epoch = self.instances // config.global_batch
         self.usable = self.batches_per_epoch * config.global_batch
@@ -461,25 +575,48 @@ class BatchSource:
         """uint [S]: the tokens of an instance, checked. Plain reads: a file cut off under a memory map would kill the
         process with SIGBUS, and a thousand maps hold a thousand file descriptors."""
         file, offset = self.locate(instance)
-        path = self.root / file.path
-        if file.path not in self._checked_files:
-            if fault := file_fault(path, file):
-                raise DataError(fault)
-            self._checked_files.add(file.path)
-        S = self.index.sequence_length
-        tokens = np.fromfile(path, self._dtype, count=S, offset=offset * self._dtype.itemsize)
-        if len(tokens) != S:
-            raise DataError(f"{path}: got {len(tokens)} tokens at offset {offset}, expected {S}; fix: it was truncated")
+        path, S, itemsize = self.root / file.path, self.index.sequence_length, self._dtype.itemsize
+
+        def read() -> tuple[bytes, tuple[int, int]]:
+            with open(path, "rb", buffering=0) as f:
+                content, found = read_at(f.fileno(), offset * itemsize, S * itemsize), os.fstat(f.fileno())
+                return content, (found.st_size, found.st_mtime_ns)
+
+        content, state = patiently(read, path)
+        if file.path not in self._checked_files or state != self.states[file.path]:
+            self._check(path, file, state)
+        if len(content) != S * itemsize:
+            got = f"{len(content) // itemsize} tokens at offset {offset}"
+            raise DataError(f"{path}: got {got}, expected {S}; fix: it was truncated")
+        tokens = np.frombuffer(content, self._dtype)
         if tokens.max() >= self.index.vocab_size:  # unsigned still: 4294967295 must not become -1
             bad = int(np.argmax(tokens >= self.index.vocab_size))
             what = f"{path}: token {offset + bad}"
             raise DataError(f"{what}: got id {tokens[bad]}, expected below the vocabulary size {self.index.vocab_size}")
         return tokens
 
+    def _check(self, path: Path, file: TokenFile, state: tuple[int, int]) -> None:
+        """Compares a file with the index, at its first read and when it is not what it was when the run began."""
+        if fault := file_fault(path, file, self._dtype.itemsize):
+            raise DataError(fault)
+        if state != self.states[file.path]:
+            raise DataError(
+                f"{path}: got a file that was written to since this run began, expected the one that was indexed; "
+                "fix: put that one back, or index again; then start again"
+            )
+        self._checked_files.add(file.path)
+
     def batch_at(self, position: int) -> dict:
         """This host's rows of the batch that starts at `position`, see `finish_batch`."""
         instances = self.instances_at(position)
         return finish_batch(np.stack([self.read(i) for i in instances]), instances, self.index, self.config)
+
+
+class InstanceSource(BatchSource):
+    """Which instances a batch holds, without their tokens: an epoch of 24 TB can be audited before it is there."""
+
+    def batch_at(self, position: int) -> dict:
+        return {"instance": self.instances_at(position)}
 
 
 def open_data(
@@ -488,20 +625,23 @@ def open_data(
     order_dir: str | os.PathLike | None = None,
     rows: Sequence[int] | None = None,
     shuffle: bool = True,
+    read: bool = True,
 ) -> BatchSource:
     """Checks index, config and the size of every file. `rows`: this host's rows of the global batch (default: all).
 
-    data_root: where the index's paths start (default: the folder of the index). shuffle=False: instances in order."""
+    data_root: where the index's paths start (default: the folder of the index). shuffle=False: instances in order.
+    read=False: batches hold their instances' numbers alone, and no token file is touched."""
     if shuffle and config.order == "sequential":
         raise DataError("data.order: got sequential, expected olmo_core or feistel; fix: shuffle=False asks for it")
-    source = _open(config if shuffle else dataclasses.replace(config, order="sequential"), data_root, order_dir, rows)
+    config = config if shuffle else dataclasses.replace(config, order="sequential")
+    source = _open(config, data_root, order_dir, rows, read)
     if source.batches_per_epoch == 0:
         got = f"{source.instances} instances of {config.sequence_length} tokens"
         raise DataError(f"{config.index}: got {got}, expected at least one global batch of {config.global_batch}")
     return source
 
 
-def _open(config: DataConfig, data_root, order_dir, rows) -> BatchSource:
+def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> BatchSource:
     index = load_index(config.index)
     if config.sequence_length != index.sequence_length:
         got = f"got {config.sequence_length} in the config, {index.sequence_length} in {config.index}"
@@ -512,10 +652,19 @@ def _open(config: DataConfig, data_root, order_dir, rows) -> BatchSource:
     if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
         raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
     root = local_path(config.index).parent if data_root is None else local_path(data_root)
-    for file in index.files:
-        if fault := file_fault(root / file.path, file, read=False):
-            raise DataError(fault)
-    return BatchSource(index, config, root, order_dir, rows)
+    if not read:
+        return InstanceSource(index, config, root, order_dir, rows, {})
+
+    def look(file: TokenFile) -> tuple[str | None, int]:
+        found = status(root / file.path)
+        return file_fault(root / file.path, file, index.itemsize, read=False), found and found.st_mtime_ns
+
+    found = list(in_parallel(look, index.files, "open"))
+    if faults := [fault for fault, _ in found if fault]:
+        more = f"; {len(faults) - 1} more files are bad: python data.py verify lists them" if len(faults) > 1 else ""
+        raise DataError(faults[0] + more)
+    states = {file.path: (file.bytes, time) for file, (_, time) in zip(index.files, found, strict=True)}
+    return BatchSource(index, config, root, order_dir, rows, states)
 
 
 class EvaluationBatches:
@@ -790,7 +939,50 @@ def tokenize(args: argparse.Namespace) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Index, verify, show
+# Mixes, index, verify, show
+
+
+def read_mix(path: str | os.PathLike, tokenizer: str) -> list[tuple[str, str]]:
+    """(label, relative path) of a mix: lines `label,path` with {TOKENIZER} in the path, blank lines and # comments.
+
+    As OLMo-core data/mixes/__init__.py:DataMix.build, whose mixes for OLMo 3 stand for allenai/dolma3-tokenizer."""
+    path = local_path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: got no such file, expected a mix; fix: check --mix")
+    files, lines = [], {}  # name -> the line it stands in
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not (line := line.strip()) or line.startswith(b"#"):
+            continue
+        try:
+            label, name = line.decode().split(",")
+        except ValueError as e:  # another number of commas, or not UTF-8
+            raise DataError(f"{path}, line {number}: got {line!r}, expected label,path") from e
+        relative = "{TOKENIZER}" in name and not name.startswith("/") and ".." not in name.split("/")
+        if not label or not relative or (label, name) != (label.strip(), name.strip()):
+            raise DataError(f"{path}, line {number}: got {line!r}, expected label,path: relative, with {{TOKENIZER}}")
+        name = name.replace("{TOKENIZER}", tokenizer)
+        if (first := lines.setdefault(name, number)) != number:
+            raise DataError(f"{path}, line {number}: got {name} again, expected every file once; it is in line {first}")
+        files.append((label, name))
+    if not files:
+        raise DataError(f"{path}: got no files, expected lines of label,path; fix: check --mix")
+    return files
+
+
+def join(base: str, name: str) -> str | Path:
+    """A file of a mix: below a folder, or below a URL (gs:// and s3:// take names as they are, the web escaped ones)."""
+    if not is_url(base):
+        return local_path(base) / name
+    return f"{base.rstrip('/')}/{quote(name, safe='/=+@:,') if base.startswith('http') else name}"
+
+
+def urls(args: argparse.Namespace) -> str:
+    """What to fetch, in the form that --for names; default: URL, tab, relative path."""
+    if not is_url(args.base):
+        raise DataError(f"--base: got {args.base}, expected a URL, e.g. https://olmo-data.org")
+    form = {"wget": "{url}", "aria2c": "{url}\n  out={name}", None: "{url}\t{name}"}[args.form]
+    names = [name for _, name in read_mix(args.mix, args.tokenizer)]
+    return "\n".join(form.format(url=join(args.base, name), name=name) for name in names)
 
 
 def labelled_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
@@ -819,6 +1011,8 @@ def summarise(index: Index) -> dict:
 
 def make_index(args: argparse.Namespace) -> dict:
     out = local_path(args.out)
+    if bool(args.mix) == bool(args.inputs) or bool(args.mix) != bool(args.base) or (args.mix and args.root):
+        raise DataError("index: expected token files or folders, or --mix FILE --base FOLDER-OR-URL")
     name, vocab_size, eos_id, pad_id = args.tokenizer, args.vocab_size, args.eos_id, args.pad_id
     if local_path(name).is_file():
         tokenizer = load_tokenizer(name)
@@ -826,13 +1020,20 @@ def make_index(args: argparse.Namespace) -> dict:
         vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
         eos_id = tokenizer.token_to_id(EOS) if eos_id is None else eos_id
         pad_id = tokenizer.token_to_id(PAD) if pad_id is None else pad_id
+    elif name in KNOWN_TOKENIZERS:
+        given = zip((vocab_size, eos_id, pad_id), KNOWN_TOKENIZERS[name], strict=True)
+        vocab_size, eos_id, pad_id = (known if value is None else value for value, known in given)
     if vocab_size is None or eos_id is None:
         raise DataError(f"got --vocab-size {vocab_size}, --eos-id {eos_id}; fix: give both, or a tokenizer.json")
-    files = labelled_files(args.inputs)
+    if args.mix:
+        root = args.base
+        files = [(label, join(root, path)) for label, path in read_mix(args.mix, args.tokenizer)]
+    else:
+        root, files = args.root or out.parent, labelled_files(args.inputs)
     if args.label:
         files = [(args.label, path) for _, path in files]
     vocabulary = {"tokenizer": name, "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
-    index = build_index(files, args.root or out.parent, args.sequence_length, **vocabulary, dtype=args.dtype)
+    index = build_index(files, root, args.sequence_length, **vocabulary, dtype=args.dtype)
     write_index(index, out)
     return {"index": str(out)} | summarise(index)
 
@@ -841,7 +1042,7 @@ def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
     """Counts in one token file: tokens, EOS, padding, ids outside the vocabulary and where the first of them is."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     counts = {"file": file.path, "label": file.label, "tokens": 0, "eos": 0, "pad": 0, "bad": 0, "first_bad": None}
-    while len(tokens := np.fromfile(path, dtype, count=SCAN_TOKENS, offset=counts["tokens"] * dtype.itemsize)):
+    for tokens in read_tokens(path, dtype, SCAN_TOKENS):
         bad = np.flatnonzero(tokens >= index.vocab_size)
         if len(bad) and counts["first_bad"] is None:
             counts["first_bad"] = {"offset": counts["tokens"] + int(bad[0]), "id": int(tokens[bad[0]])}
@@ -852,20 +1053,36 @@ def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
     return counts
 
 
+def read_tokens(path: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]:
+    """A token file from its start, `count` tokens at a time."""
+    with open(path, "rb", buffering=0) as f:
+        for offset in itertools.count(0, count * dtype.itemsize):
+            content = patiently(lambda at=offset: read_at(f.fileno(), at, count * dtype.itemsize), path)
+            if not content:
+                return
+            yield np.frombuffer(content, dtype)
+
+
 def verify(args: argparse.Namespace) -> dict:
     """Raises DataError with one line a bad file; warnings go to stderr."""
     index = load_index(args.index)
     root = local_path(args.data_root) if args.data_root else local_path(args.index).parent
-    faults, scans = [], []
-    for file in tqdm(index.files, desc="verify", unit="file", disable=None):
+
+    def look(file: TokenFile) -> str | None:
+        try:
+            return file_fault(root / file.path, file, index.itemsize)
+        except OSError as e:  # cannot be read; the others are looked at all the same
+            return str(e)
+
+    faults, scans = list(filter(None, in_parallel(look, index.files, "verify"))), []
+    if faults:
+        warn(f"{args.index}: {len(faults)} of {len(index.files)} files are bad")
+        raise DataError("\n".join(faults))
+    for file in tqdm(index.files, desc="ids", unit="file", disable=None) if args.ids else ():
         path = root / file.path
-        fault = file_fault(path, file) or format_fault(path, index.itemsize)
-        if not fault and args.ids:
-            scans.append(scan := scan_ids(path, file, index))
-            if scan["bad"]:
-                fault = f"{path}: {scan['bad']} ids are not below {index.vocab_size}, the first {scan['first_bad']}"
-        if fault:
-            faults.append(fault)
+        scans.append(scan := scan_ids(path, file, index))
+        if scan["bad"]:
+            faults.append(f"{path}: {scan['bad']} ids are not below {index.vocab_size}, the first {scan['first_bad']}")
     if faults:
         raise DataError("\n".join(faults))
     for scan in scans:
@@ -874,10 +1091,6 @@ def verify(args: argparse.Namespace) -> dict:
         if scan["pad"] > PAD_FRACTION * scan["tokens"]:
             warn(f"{scan['file']}: {scan['pad']} of {scan['tokens']} tokens are padding ({index.pad_id})")
     return {"index": args.index} | summarise(index) | ({"ids": scans} if args.ids else {})
-
-
-def warn(message: str) -> None:
-    print(f"data.py: WARNING: {message}", file=sys.stderr)
 
 
 def show(args: argparse.Namespace) -> dict:
@@ -906,6 +1119,69 @@ def show(args: argparse.Namespace) -> dict:
             }
         )
     return {"step": args.step, "epoch": position // source.usable + 1, "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audit
+
+
+def audit(args: argparse.Namespace) -> dict:
+    """How often an epoch visits every instance, counted behind `loader`, host after host, with its worker processes.
+
+    --hosts 4,2 lets 4 hosts read the first half of the epoch and 2 the rest, as after a restart on another machine.
+    Where tokens are read they are compared, by a checksum, with those of the files read from their start to their end.
+    """
+    index = load_index(args.index)
+    config = DataConfig(args.index, args.order, args.seed, index.sequence_length, args.global_batch, False, None, False)
+    whole = open_data(config, args.data_root, args.order_dir, read=not args.no_read)
+    n, B, steps = whole.instances, config.global_batch, whole.batches_per_epoch
+    if args.epoch < 1 or min(args.hosts) < 1 or any(B % hosts for hosts in args.hosts) or min(args.workers) < 0:
+        got = f"--epoch {args.epoch} --hosts {args.hosts} --workers {args.workers}"
+        raise DataError(f"audit: got {got}, expected epochs from 1 and numbers of hosts that divide {B} rows")
+    parts = [(args.epoch - 1) * whole.usable + steps * i // len(args.hosts) * B for i in range(len(args.hosts) + 1)]
+    whole.instances_at(parts[0])  # builds the order once, for all that follow
+    visits, checksums = np.zeros(n, np.uint16), np.zeros(n, np.uint32)
+    with tqdm(total=steps * B, desc="audit", unit="row", unit_scale=True, disable=None) as progress:
+        for (start, stop), hosts, workers in zip(
+            itertools.pairwise(parts), args.hosts, itertools.cycle(args.workers), strict=False
+        ):
+            for rows in np.split(np.arange(B), hosts):
+                host = copy.copy(whole)
+                host.rows = rows
+                with contextlib.closing(loader(host, start, stop, workers)) as batches:
+                    for batch in batches:
+                        np.add.at(visits, batch["instance"], 1)
+                        for instance, tokens in zip(batch["instance"], batch.get("tokens", ()), strict=False):
+                            checksums[instance] = zlib.crc32(tokens.astype(index.dtype))
+                        progress.update(len(rows))
+    order = epoch_order(config.order, n, config.seed, args.epoch, args.order_dir)
+    dropped = np.asarray(order[np.arange(whole.usable, n)], np.int64)
+    expected = np.ones(n, np.uint16)
+    expected[dropped] = 0
+    wrong = 0 if args.no_read else int(np.count_nonzero((checksums != file_checksums(whole)) & (visits > 0)))
+    counts = np.bincount(visits)
+    return {
+        "index": args.index,
+        "fingerprint": index.fingerprint,
+        "instances": n,
+        "epoch": args.epoch,
+        "steps": steps,
+        "hosts": args.hosts,
+        "workers": args.workers,
+        "visits": {str(times): int(counts[times]) for times in np.flatnonzero(counts)},  # of so many instances
+        "contents": "not read" if args.no_read else f"{wrong} instances with other tokens than their files",
+        "dropped": dropped.tolist(),
+        "exact": bool((visits == expected).all()) and wrong == 0,
+    }
+
+
+def file_checksums(source: BatchSource) -> np.ndarray:
+    """uint32 [instances]: crc32 of each instance's tokens, from reading file after file."""
+    index, sums = source.index, []
+    for file in tqdm(index.files, desc="files", unit="file", disable=None):
+        windows = read_tokens(source.root / file.path, np.dtype(index.dtype), index.sequence_length)
+        sums += [zlib.crc32(tokens) for tokens in itertools.islice(windows, file.instances)]
+    return np.array(sums, np.uint32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1017,6 +1293,11 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
 # Command line
 
 
+def numbers(text: str) -> list[int]:
+    """4,2 -> [4, 2]"""
+    return [int(number) for number in text.split(",")]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="data.py", description="Tokenise text, index token files, check and look at them. JSON on standard output."
@@ -1046,13 +1327,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--workers", type=int, help="threads (default: all cores); the result does not depend on it")
     p.add_argument("--overwrite", action="store_true", help="replace the shards in the output folder")
 
-    p = verb("index", "Make an index of token files.",
+    p = verb("urls", "What a mix needs, one URL, tab and relative path a line; or as a downloader takes it.",
+             "python data.py urls --mix mix.txt --base https://olmo-data.org --tokenizer allenai/dolma3-tokenizer "
+             "--for wget")  # fmt: skip
+    p.add_argument("--mix", required=True, help="Ai2's list: label,path with {TOKENIZER} in the path")
+    p.add_argument("--base", required=True, metavar="URL", help="what the mix's paths are relative to")
+    p.add_argument("--tokenizer", required=True, help="what stands for {TOKENIZER} in the paths")
+    p.add_argument("--for", dest="form", choices=("wget", "aria2c"),
+                   help="for  wget -c -x -nH -i -  or  aria2c -c -i -")  # fmt: skip
+
+    p = verb("index", "Make an index of token files, or of those of a mix.",
              "python data.py index web=data/mine/web code=data/mine/code --out data/mine/index.json "
              "--sequence-length 512 --tokenizer data/quickstart/tokenizer.json")  # fmt: skip
-    p.add_argument("inputs", nargs="+", metavar="[LABEL=]PATH", help="token file, or folder of .npy token files")
+    p.add_argument("inputs", nargs="*", metavar="[LABEL=]PATH", help="token file, or folder of .npy token files")
     p.add_argument("--out", required=True, help="the index to write")
     p.add_argument("--sequence-length", type=int, required=True)
-    p.add_argument("--tokenizer", required=True, help="a name, or a tokenizer.json, which also gives the next three")
+    p.add_argument("--mix", help="instead: Ai2's list of label,path; --tokenizer stands for {TOKENIZER} in the paths")
+    p.add_argument("--base", metavar="PATH-OR-URL", help="where the mix's files are: folder, mounted bucket or http(s)")
+    p.add_argument("--tokenizer", required=True,
+                   help="a name, or a tokenizer.json; that and allenai/dolma3-tokenizer give the next three")  # fmt: skip
     p.add_argument("--vocab-size", type=int)
     p.add_argument("--eos-id", type=int)
     p.add_argument("--pad-id", type=int)
@@ -1067,6 +1360,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--ids", action="store_true",
                    help="read everything: ids, EOS and padding by file; warns about 1M tokens (or data) without EOS "
                    "and about more than 1%% padding")  # fmt: skip
+
+    p = verb("audit", "Prove through the loader that an epoch holds every instance once; exit 1 if it does not.",
+             "python data.py audit data/quickstart/train.json --global-batch 8 --hosts 4,2 --workers 0,2")  # fmt: skip
+    p.add_argument("index", metavar="INDEX")
+    p.add_argument("--global-batch", type=int, required=True, help="B, in instances")
+    p.add_argument("--hosts", type=numbers, default=[4], help="how many read; 4,2: another number from mid-epoch on")
+    p.add_argument("--workers", type=numbers, default=[0], help="worker processes of each; 0,2: another number, too")
+    p.add_argument("--epoch", type=int, default=1, help="from 1 (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=34521, help="default: %(default)s, as Ai2")
+    p.add_argument("--order", default="olmo_core", help="olmo_core | feistel (default: %(default)s)")
+    p.add_argument("--order-dir", help="where the order is cached (default: not at all)")
+    p.add_argument("--no-read", action="store_true", help="count instances only; the token files need not be there")
+    p.add_argument("--data-root", help="folder that the index's paths start in (default: the folder of the index)")
 
     p = verb("show", "The instances of batch K, which update K trains on: global positions (K-1)*B .. K*B-1.",
              "python data.py show data/quickstart/train.json --step 1 --global-batch 8 --rows 2")  # fmt: skip
@@ -1093,7 +1399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read once, when the tokenizer's threads start
             result = tokenize(args)
         else:
-            result = {"index": make_index, "verify": verify, "show": show}[args.verb](args)
+            verbs = {"urls": urls, "index": make_index, "verify": verify, "audit": audit, "show": show}
+            result = verbs[args.verb](args)
     except DataError as e:
         for line in str(e).split("\n"):
             print(f"data.py: error: {line}", file=sys.stderr)
@@ -1101,8 +1408,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as e:  # permissions, a full disk
         print(f"data.py: error: {e}", file=sys.stderr)
         return 1
+    if args.verb == "urls":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+        print(result)
+        return 0
     print(json.dumps(result, indent=1))
-    return 0
+    return 0 if result.get("exact", True) else 1
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
 """data.py: index, order, batches, loader, tokeniser, command line. Tiny sizes that all differ: S 16, B 4, V 97."""
 
 import dataclasses
+import errno
+import functools
 import gzip
+import http.server
 import json
 import multiprocessing
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -604,9 +610,10 @@ def test_changed_files_are_found(tmp_path):
     with pytest.raises(DataError, match=r"web/a\.npy: got 508 bytes, the index says 512"):
         data.open_data(config(index))
     a.write_bytes(content)
+    source = data.open_data(config(index), shuffle=False)
     source.batch_at(0)
     a.write_bytes(content[: 4 * S])  # truncated under a running reader
-    with pytest.raises(DataError, match=r"web/a\.npy: got 0 tokens at offset 16, expected 16"):
+    with pytest.raises(DataError, match=r"web/a\.npy: got 64 bytes, the index says 512 \(short\)"):
         source.batch_at(0)
     a.unlink()
     with pytest.raises(DataError, match=r"web/a\.npy: got no such file"):
@@ -938,6 +945,482 @@ def test_usage_errors(tmp_path, corpus):
         done = run(*arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert not done.stdout
-    for verb in ("quickstart", "tokenize", "index", "verify", "show"):
+    for verb in ("quickstart", "tokenize", "urls", "index", "verify", "audit", "show"):
         example = run(verb, "--help").stdout.partition("example:")[2].split()
         assert example[:3] == ["python", "data.py", verb] and data.parse(example[2:]).verb == verb
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixes and downloads
+
+MIX = """# a mix like Ai2's
+code,pre/{TOKENIZER}/code/000000.npy
+
+web_a,pre/{TOKENIZER}/web/lang=en/part 1.npy
+web_b,pre/{TOKENIZER}/web/000000.npy\r
+"""
+NAMES = ["pre/ai/tok/code/000000.npy", "pre/ai/tok/web/lang=en/part 1.npy", "pre/ai/tok/web/000000.npy"]
+VOCABULARY = ["--tokenizer", "ai/tok", "--vocab-size", V, "--eos-id", EOS_ID, "--pad-id", PAD_ID]
+
+
+@pytest.fixture
+def mix(tmp_path) -> Path:
+    """A mix and its three files below tmp_path/base, the first of them 100,000 tokens."""
+    (tmp_path / "mix.txt").write_bytes(MIX.encode())
+    for seed, (name, n) in enumerate(zip(NAMES, (100_000, 5 * S, 3 * S + 7), strict=True)):
+        token_file(tmp_path / "base" / name, random_tokens(n, seed))
+    return tmp_path / "mix.txt"
+
+
+def call(capsys, *arguments):
+    """Exit code, standard output and standard error of a verb, in this process."""
+    code = data.main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def index_mix(mix: Path, base, out: Path):
+    return ["index", "--mix", mix, "--base", base, "--sequence-length", S, "--out", out, *VOCABULARY]
+
+
+def test_index_of_a_mix(mix, tmp_path, capsys):
+    """Another order than the mix's, labels of folders, paths that hold the place, a fingerprint that depends on it."""
+    code, out, _ = call(capsys, *index_mix(mix, tmp_path / "base", tmp_path / "a/index.json"))
+    index = data.load_index(tmp_path / "a/index.json")
+    assert code == 0 and json.loads(out)["fingerprint"] == index.fingerprint
+    assert [(f.label, f.path) for f in index.files] == list(zip(["code", "web_a", "web_b"], NAMES, strict=True))
+    assert (index.tokenizer, index.vocab_size, index.eos_id, index.pad_id) == ("ai/tok", V, EOS_ID, PAD_ID)
+
+    (tmp_path / "disk").mkdir()  # moved, and one folder of it linked to another disk
+    (tmp_path / "base").rename(tmp_path / "moved")
+    (tmp_path / "moved/pre/ai/tok/web").rename(tmp_path / "disk/web")
+    (tmp_path / "moved/pre/ai/tok/web").symlink_to(tmp_path / "disk/web")
+    assert call(capsys, *index_mix(mix, tmp_path / "moved", tmp_path / "b/index.json"))[0] == 0
+    assert (tmp_path / "a/index.json").read_bytes() == (tmp_path / "b/index.json").read_bytes()
+    source = data.open_data(config(str(tmp_path / "a/index.json")), tmp_path / "moved")
+    assert source.index.fingerprint == index.fingerprint and len(source.batch_at(0)["tokens"]) == 4
+
+    call(capsys, "index", "--mix", mix, "--base", tmp_path / "moved", "--sequence-length", S, "--out",
+         tmp_path / "c.json", "--tokenizer", "ai/tok")  # fmt: skip
+    data.read_mix(mix, "allenai/dolma3-tokenizer")
+    shutil.copytree(tmp_path / "moved/pre/ai/tok", tmp_path / "moved/pre/allenai/dolma3-tokenizer")
+    command = [
+        "index",
+        "--mix",
+        mix,
+        "--base",
+        tmp_path / "moved",
+        "--sequence-length",
+        S,
+        "--out",
+        tmp_path / "d.json",
+    ]
+    assert call(capsys, *command, "--tokenizer", "allenai/dolma3-tokenizer")[0] == 0
+    known = data.load_index(tmp_path / "d.json")
+    assert (known.vocab_size, known.eos_id, known.pad_id) == (100278, 100257, 100277)
+
+
+def test_index_names_all_bad_files_of_a_mix(mix, tmp_path, capsys):
+    """An empty file among 12,000 found at step 100k (case 57), or bad files found one a run."""
+    (tmp_path / "base" / NAMES[0]).write_bytes(b"")
+    (tmp_path / "base" / NAMES[1]).write_bytes(b"12345")
+    (tmp_path / "base" / NAMES[2]).unlink()
+    code, out, err = call(capsys, *index_mix(mix, tmp_path / "base", tmp_path / "index.json"))
+    errors = [line for line in err.splitlines() if line.startswith("data.py: error: ")]
+    assert code == 2 and not out and not (tmp_path / "index.json").exists()
+    for line, name, message in zip(errors, NAMES, ("an empty file", "5 bytes", "no such file (missing)"), strict=True):
+        assert f"{name}: got {message}" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"web", "expected label,path"),
+        (b"web,a/{TOKENIZER}/b,c.npy", "expected label,path"),
+        (b"web,a/tok/b.npy", "with {TOKENIZER}"),
+        (b",a/{TOKENIZER}/b.npy", "with {TOKENIZER}"),
+        (b"web, a/{TOKENIZER}/b.npy", "with {TOKENIZER}"),
+        (b"web,/a/{TOKENIZER}/b.npy", "relative"),
+        (b"web,../{TOKENIZER}/b.npy", "relative"),
+        (b"web,{TOKENIZER}/\xff.npy", "expected label,path"),
+        (b"other,{TOKENIZER}/a.npy", "t/a.npy again, expected every file once; it is in line 2"),
+    ],
+    ids=str,
+)
+def test_malformed_mix(tmp_path, line, message):
+    """A line that is skipped, as MaxText does, shifts every later instance; an error that does not say where."""
+    (tmp_path / "mix.txt").write_bytes(b"# comment\nweb,{TOKENIZER}/a.npy\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"mix\.txt, line 4: got .*{re.escape(message)}"):
+        data.read_mix(tmp_path / "mix.txt", "t")
+
+
+def test_mix_usage(mix, tmp_path, capsys):
+    """A path typo, an empty mix, or a bucket that must be mounted ends in a traceback or an empty index (case 63)."""
+    empty = tmp_path / "empty.txt"
+    empty.write_text("# nothing\n\n")
+    out = tmp_path / "index.json"
+    for arguments, message in [
+        (index_mix(tmp_path / "no.txt", tmp_path, out), "no.txt: got no such file, expected a mix"),
+        (index_mix(empty, tmp_path, out), "empty.txt: got no files"),
+        (index_mix(mix, "gs://bucket", out), "gs://bucket: got a URL, expected a local path; fix: mount it"),
+        (index_mix(mix, tmp_path / "base", out) + [tmp_path / "base"], "or --mix FILE --base FOLDER-OR-URL"),
+        (index_mix(mix, "", out), "or --mix FILE --base FOLDER-OR-URL"),
+        (["urls", "--mix", mix, "--base", tmp_path, "--tokenizer", "t"], "expected a URL"),
+    ]:
+        code, stdout, err = call(capsys, *arguments)
+        assert code == 2 and message in err and not stdout and not out.exists(), err
+
+
+def test_urls(mix, capsys):
+    """Lines that a downloader misreads: a space in a URL, an escaped name in a bucket, a file under another name."""
+    command = ["urls", "--mix", mix, "--tokenizer", "ai/tok", "--base"]
+    escaped = [f"https://host/x/{name.replace(' ', '%20')}" for name in NAMES]
+    _, out, _ = call(capsys, *command, "https://host/x/")
+    assert out.splitlines() == [f"{url}\t{name}" for url, name in zip(escaped, NAMES, strict=True)]
+    assert call(capsys, *command, "https://host/x", "--for", "wget")[1].splitlines() == escaped
+    _, out, _ = call(capsys, *command, "https://host/x", "--for", "aria2c")
+    assert out.splitlines() == [row for url, name in zip(escaped, NAMES, strict=True) for row in (url, f"  out={name}")]
+    assert call(capsys, *command, "gs://bucket")[1].splitlines()[1] == f"gs://bucket/{NAMES[1]}\t{NAMES[1]}"
+
+
+class Files(http.server.BaseHTTPRequestHandler):
+    """Serves server.folder with Range; the first answer for a path in server.stalls stops half-way until released."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        name, span = unquote(self.path).lstrip("/"), self.headers["Range"]
+        self.server.log.append((name, span))
+        path = self.server.folder / name
+        if self.server.busy.pop(name, None) or not path.is_file():
+            return self.answer(503 if path.is_file() else 404, b"")
+        content = path.read_bytes()
+        first, last = re.fullmatch(r"bytes=(\d*)-(\d*)", span or "bytes=0-").groups()
+        first, last = (int(first), last) if first else (max(0, len(content) - int(last)), "")
+        body = content[first : int(last) + 1 if last else None]
+        if span and not body:
+            return self.answer(416, b"", f"bytes */{len(content)}")
+        self.answer(206 if span else 200, body, f"bytes {first}-{first + len(body) - 1}/{len(content)}")
+
+    def answer(self, code, body, span=None):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        if span:
+            self.send_header("Content-Range", span)
+        self.end_headers()
+        release = self.server.stalls.pop(unquote(self.path).lstrip("/"), None)
+        if release:
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            release.wait(60)
+            body = body[len(body) // 2 :]
+        try:
+            self.wfile.write(body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the reader was killed
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(mix):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    server.folder, server.log, server.busy, server.stalls = mix.parent / "base", [], {}, {}
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_index_over_http(mix, server, tmp_path, capsys, monkeypatch):
+    """Sizes taken from what was fetched, so that a short file counts as whole; a busy server that ends the job."""
+    monkeypatch.setattr(data, "PAUSES", (0, 0))
+    server.busy[NAMES[1]] = True
+    assert call(capsys, *index_mix(mix, tmp_path / "base", tmp_path / "here.json"))[0] == 0
+    code, _, err = call(capsys, *index_mix(mix, server.url + "/", tmp_path / "there.json"))
+    assert code == 0 and "Service Unavailable; reading it again" in err
+    assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()
+    (tmp_path / "base" / NAMES[0]).write_bytes(b"")
+    (tmp_path / "base" / NAMES[2]).unlink()
+    code, _, err = call(capsys, *index_mix(mix, server.url, tmp_path / "there.json"))
+    assert code == 2 and "code/000000.npy: got an empty file" in err and "web/000000.npy: got no such file" in err
+
+
+@pytest.mark.skipif(shutil.which("wget") is None, reason="needs wget, which data.py urls prints for")
+def test_wget_interrupted_and_resumed(mix, server, tmp_path, capsys):
+    """A list that wget does not understand; half a file that verify takes for whole, or that is fetched from its start."""
+    index = tmp_path / "got/index.json"
+    assert call(capsys, *index_mix(mix, server.url, index))[0] == 0
+    command = ["urls", "--mix", mix, "--tokenizer", "ai/tok", "--base", server.url, "--for", "wget"]
+    (tmp_path / "list").write_text(call(capsys, *command)[1])
+    code, _, err = call(capsys, "verify", index)
+    assert code == 2 and err.count("(missing)") == 3 and "3 of 3 files are bad" in err
+
+    server.stalls[NAMES[0]] = release = threading.Event()
+    wget = ["wget", "-q", "-c", "-x", "-nH", "-P", tmp_path / "got", "-i", tmp_path / "list"]
+    fetching, first, size = subprocess.Popen(wget), tmp_path / "got" / NAMES[0], 0
+    deadline = time.monotonic() + 30
+    while size < 200_000 and time.monotonic() < deadline:  # half of the file
+        time.sleep(0.02)
+        size = first.stat().st_size if first.exists() else 0
+    fetching.kill()
+    fetching.wait()
+    release.set()
+    code, _, err = call(capsys, "verify", index)
+    assert code == 2 and err.count("(missing)") == 2
+    assert f"{NAMES[0]}: got {first.stat().st_size} bytes, the index says 400000 (short)" in err
+
+    server.log.clear()
+    subprocess.run(wget, check=True, timeout=60)
+    assert server.log[0] == (NAMES[0], f"bytes={size}-") and len(server.log) == 3
+    assert call(capsys, "verify", index)[0] == 0
+    assert [(tmp_path / "got" / n).read_bytes() for n in NAMES] == [(tmp_path / "base" / n).read_bytes() for n in NAMES]
+
+
+def test_verify_says_what_is_wrong_with_each_file(tmp_path, capsys):
+    """One file a run, or a number without names: 12,000 files are not fetched again for one."""
+    size = 4 * 2 * S
+    contents = {
+        "empty": b"",
+        "short": bytes(size - 8),
+        "odd": bytes(size - 3),
+        "long": bytes(size + 4),
+        "missing": None,
+    }
+    index = make_index(tmp_path, {f"web/{kind}.npy": random_tokens(2 * S) for kind in [*contents, "fine", "other"]})
+    for kind, content in contents.items():
+        path = tmp_path / f"web/{kind}.npy"
+        path.write_bytes(content) if content is not None else path.unlink()
+    token_file(tmp_path / "web/other.npy", random_tokens(2 * S, 5))
+    code, out, err = call(capsys, "verify", index)
+    warning, *errors = err.splitlines()
+    assert code == 2 and not out and len(errors) == 6 and "WARNING" in warning and "6 of 7 files are bad" in warning
+    for line, kind in zip(errors, contents, strict=False):
+        assert f"web/{kind}.npy: got" in line and f"({kind})" in line
+    assert "web/other.npy: got other first or last 4 KiB" in errors[5]
+    with pytest.raises(DataError, match=r"web/empty\.npy: got 0 bytes.*; 4 more files are bad: python data.py verify"):
+        data.open_data(config(index))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+class Sick:
+    """os.pread that fails `times` times."""
+
+    def __init__(self, times, number=errno.EIO):
+        self.times, self.number, self.pread = times, number, os.pread
+
+    def __call__(self, *arguments):
+        if self.times > 0:
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return self.pread(*arguments)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_read_that_fails_for_a_moment(corpus, times, monkeypatch, capsys):
+    """A run of weeks ended by one hiccup of a disk; np.fromfile, which takes the error for the end of the file."""
+    expected = data.open_data(config(corpus)).batch_at(4)
+    monkeypatch.setattr(data, "PAUSES", (0, 0, 0))
+    source = data.open_data(config(corpus))
+    for _ in range(2):  # before and after the file was checked
+        monkeypatch.setattr(os, "pread", Sick(times))
+        (batch,) = data.loader(source, 4, 8)
+        assert_same([batch], [expected])
+        assert capsys.readouterr().err.count(".npy: Input/output error; reading it again in 0 s") == times
+        monkeypatch.undo()
+        monkeypatch.setattr(data, "PAUSES", (0, 0, 0))
+
+
+def test_a_read_that_keeps_failing(corpus, monkeypatch, capsys):
+    """An error without the file's name, or a wait for what does not pass; exit 2, which a launcher never retries."""
+    source = data.open_data(config(corpus))
+    monkeypatch.setattr(data, "PAUSES", (0, 0))
+    sick = Sick(1000)
+    monkeypatch.setattr(os, "pread", sick)
+    with pytest.raises(OSError, match=r"Input/output error, still after 0 s: '.*/(a|b)\.npy'"):
+        next(data.loader(source, 0, 4))
+    assert sick.times == 1000 - 3
+    code, _, err = call(capsys, "verify", corpus)
+    assert code == 2 and err.count("data.py: error: [Errno 5] Input/output error, still after 0 s: '") == 3
+    sick.times, sick.number = 1000, errno.ENXIO
+    with pytest.raises(OSError, match=r"No such device or address: '.*\.npy'"):
+        source.batch_at(0)
+    assert sick.times == 999
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that always fails: /proc/self/mem")
+def test_the_kernels_own_error(monkeypatch):
+    """Reads that do not report EIO at all: address 0 of a process cannot be read."""
+    monkeypatch.setattr(data, "PAUSES", (0,))
+    with pytest.raises(OSError, match="Input/output error, still after 0 s: '/proc/self/mem'") as caught:
+        data.read_edges(Path("/proc/self/mem"))
+    assert caught.value.errno == errno.EIO
+
+
+def test_more_files_than_may_be_open(tmp_path, capsys):
+    """A descriptor or a map for every shard: 12,000 files end a run with "Too many open files"."""
+    path = make_index(tmp_path, {f"web/{i:03}.npy": random_tokens(S + 1, i) for i in range(300)})
+    list(data.loader(data.open_data(config(path)), 0, 4))  # imports Grain
+    before = os.listdir("/dev/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + data.THREADS + 8, hard))
+    try:
+        index = data.build_index([("x", p) for p in sorted(tmp_path.glob("web/*"))], tmp_path, S, tokenizer="t",
+                                 vocab_size=V, eos_id=EOS_ID)  # fmt: skip
+        assert call(capsys, "verify", path, "--ids")[0] == 0
+        batches = list(data.loader(data.open_data(config(path)), 0, 300))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert index.instances == 300 and sorted(np.concatenate([b["instance"] for b in batches])) == list(range(300))
+    assert len(os.listdir("/dev/fd")) <= len(before) + 1
+
+
+@pytest.mark.parametrize("how", ["middle", "replaced", "appended", "touched"])
+@pytest.mark.parametrize("read_before", [True, False])
+def test_a_file_that_changes_under_a_run(tmp_path, how, read_before):
+    """Other tokens from some step on, that no size and no edge gives away: the batch is no function of the index."""
+    tokens = random_tokens(200 * S)
+    source = data.open_data(config(make_index(tmp_path, {"web/a.npy": tokens})), shuffle=False)
+    path, itemsize = tmp_path / "web/a.npy", 4
+    os.utime(path, ns=(1, path.stat().st_mtime_ns))  # looking at it is no change
+    if read_before:
+        source.batch_at(0)
+    time.sleep(0.02)  # file systems count time in ticks
+    if how == "middle":
+        with open(path, "r+b") as f:
+            f.seek(len(tokens) // 2 * itemsize)
+            f.write(b"\0" * 40)
+    elif how == "replaced":
+        token_file(tmp_path / "new", np.where(np.arange(len(tokens)) == 1500, 1, tokens)).rename(path)
+    elif how == "appended":
+        with open(path, "ab") as f:
+            f.write(b"\0" * 64)
+    else:
+        path.touch()
+    message = "the index says 12800 .long." if how == "appended" else "got a file that was written to since this run"
+    with pytest.raises(DataError, match=rf"web/a\.npy: .*{message}"):
+        source.batch_at(4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audit
+
+
+def audited(capsys, *arguments) -> dict:
+    code, out, err = call(capsys, "audit", *arguments, "--seed", 7)
+    assert out, err
+    assert code == (0 if json.loads(out)["exact"] else 1)
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("order", "epoch", "hosts", "workers"),
+    [
+        ("olmo_core", 1, "1", "0"),
+        ("feistel", 2, "4,2", "0"),
+        ("olmo_core", 3, "2,1", "0,2"),
+        ("feistel", 1, "1,4,2", "0"),
+    ],
+)
+def test_audit(corpus, order, epoch, hosts, workers, capsys):
+    """Hosts, workers or a change of either in the middle of an epoch that repeat or lose instances."""
+    more = ["--order", order, "--epoch", epoch, "--hosts", hosts, "--workers", workers]
+    report = audited(capsys, corpus, "--global-batch", 4, *more)
+    assert report["exact"] and report["visits"] == {"0": 3, "1": 20} and report["steps"] == 5
+    assert report["dropped"] == np.asarray(data.epoch_order(order, 23, 7, epoch, None)[np.arange(20, 23)]).tolist()
+    assert report["contents"].startswith("0 instances")
+    assert audited(capsys, corpus, "--global-batch", 4, *more[:4], "--no-read")["exact"]
+
+
+def test_audit_looks_at_tokens(corpus, capsys, monkeypatch):
+    """Right numbers on wrong tokens: an offset that is one instance off, within the right file."""
+    locate = data.BatchSource.locate
+    monkeypatch.setattr(data.BatchSource, "locate", lambda self, i: locate(self, 0 if i == 3 else i))
+    report = audited(capsys, corpus, "--global-batch", 23, "--hosts", "1")
+    assert not report["exact"] and report["contents"].startswith("1 instances") and report["visits"] == {"1": 23}
+
+
+N, B = 32768, 128  # of the indexes without files
+
+
+@pytest.fixture(scope="module")
+def bare_index(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("bare") / "index.json"
+    data.write_index(index_without_files([N]), path)
+    return str(path)
+
+
+def index_without_files(instances) -> data.Index:
+    files = [data.TokenFile(f"web/{i:06}.npy", "web", 4 * (n * S + i % S), n, "") for i, n in enumerate(instances)]
+    identity = (S, "uint32", "none", V)
+    return data.Index(1, *identity, EOS_ID, PAD_ID, tuple(files), data.fingerprint(*identity, files))
+
+
+def test_audit_of_an_index_of_100_000_files(tmp_path, capsys):
+    """An index, its look-ups or its audit that are quick for a hundred files only."""
+    per_file = np.random.default_rng(0).integers(0, 4, 100_000)
+    data.write_index(index_without_files(per_file.tolist()), tmp_path / "index.json")
+    more = ["--order", "olmo_core", "--hosts", "4,2", "--no-read"]
+    report = audited(capsys, tmp_path / "index.json", "--global-batch", 512, *more)
+    n = int(per_file.sum())
+    assert (
+        report["exact"] and report["visits"] == {"0": n % 512, "1": n - n % 512} and len(report["dropped"]) == n % 512
+    )
+
+
+@functools.cache
+def maxtext_order(epoch: int) -> np.ndarray:
+    return data.epoch_order("olmo_core", N, 7, epoch + 1, None)
+
+
+def maxtext_loader(source, start, stop, workers=0, double=True, late=0):
+    """MaxText's sampler, a contiguous block of the permutation for each host, behind Grain's DataLoader, which asks
+    host h of H for records h, h + H, ... (double); `late`: it resumes by the number of the directory."""
+    rows, hosts = len(source.rows), B // len(source.rows)
+    host, block = source.rows[0] // rows, N // hosts
+    record = np.arange(start // hosts, stop // hosts) - (late * rows if start else 0)
+    absolute = record * hosts + host if double else record
+    epoch, position = np.divmod(absolute, block)
+    instance = np.empty(len(record), np.int64)
+    for e in np.unique(epoch):
+        instance[epoch == e] = maxtext_order(int(e))[host * block + position[epoch == e]]
+    yield from ({"instance": ids} for ids in instance.reshape(-1, rows))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fault", "never", "once"),
+    [
+        ("2", {}, 0.255, 0.491),
+        ("4", {}, 0.319, 0.421),
+        ("32", {}, 0.357, 0.385),
+        ("1", {}, 0, 1),
+        ("4,4", {"double": False, "late": 1}, B / N, 1 - 2 * B / N),
+        ("4,2", {"double": False}, 0.25, 0.5),
+        ("4", {"double": False}, 0, 1),
+    ],
+)
+def test_audit_finds_maxtexts_faults(bare_index, hosts, fault, never, once, capsys, monkeypatch):
+    """Double sharding, a batch trained twice after a resume, other hosts in mid-epoch: an audit that they pass proves
+    nothing. The shares are those measured on MaxText itself; with one host, or without the faults, it is right."""
+    command = [bare_index, "--global-batch", B, "--hosts", hosts, "--no-read"]
+    assert audited(capsys, *command)["exact"]
+    monkeypatch.setattr(data, "loader", functools.partial(maxtext_loader, **fault))
+    report = audited(capsys, *command)
+    shares = {int(times): n / N for times, n in report["visits"].items()}
+    assert report["exact"] == (never == 0)
+    assert abs(shares.get(0, 0) - never) < 0.012 and abs(shares[1] - once) < 0.012
+    if "late" in fault:
+        assert shares[0] == shares[2] == never  # one batch twice, the last one never
+
+
+def test_audit_usage(corpus, capsys):
+    """Hosts that do not divide the batch, or an epoch 0, audited as something else."""
+    for more in (["--hosts", "3"], ["--hosts", "4,0"], ["--epoch", "0"], ["--workers", "-1"]):
+        code, out, err = call(capsys, "audit", corpus, "--global-batch", 4, *more)
+        assert code == 2 and not out and "numbers of hosts that divide 4 rows" in err
+    code, _, err = call(capsys, "audit", corpus, "--global-batch", 24, "--no-read")
+    assert code == 2 and "got 23 instances of 16 tokens, expected at least one global batch of 24" in err

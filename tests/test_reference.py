@@ -3,9 +3,14 @@
 Each test runs one comparison of parity.py and holds it to its tolerance; both sides of one kind are computed once.
 """
 
+from importlib import resources
+
 import numpy as np
 import parity
 import pytest
+from olmo_core.data import DataMix, TokenizerName
+
+import data
 
 pytestmark = pytest.mark.reference
 
@@ -171,6 +176,20 @@ def test_repetition_filter():
     check(parity.repetition_filter())
     n, filtered, _ = parity.filter_pair()
     assert 0.1 * n < filtered < 0.9 * n
+
+
+def test_mixes():
+    """Catches a file of OLMo 3's lists that is skipped, moved, or has another label or path: all later instances move."""
+    lists = {mix: f"{mix}.txt" for mix in DataMix if mix.value.endswith(("-official", "-100B")) or "longmino" in mix}
+    counts = {}
+    for mix, name in lists.items():
+        with resources.as_file(resources.files("olmo_core") / "data/mixes" / name) as path:
+            files = data.read_mix(path, "allenai/dolma3-tokenizer")
+        paths, labels = mix.build("base", TokenizerName.dolma2)
+        assert files == [(label, path.removeprefix("base/")) for label, path in zip(labels, paths, strict=True)]
+        counts[mix.value] = len(files)
+    assert counts["OLMo-mix-0625-official"] == 1016 and counts["OLMo-midtraining-mix-0625-100B"] == 11933
+    assert len(counts) == 7
 
 
 # ------------------------------------------------------------------------------------------- learning rate and skips
