@@ -1,6 +1,7 @@
 """Token files, index, order, batches and the Grain loader, and the command line that makes and checks them.
 
     text --tokenize--> token files --index--> index.json --order--> instance ids --loader--> batches
+                       (stage 3: index.json --pack--> token files of packed documents and their index.json)
 
 The batch is a pure function. With N instances of S tokens and a global batch of B rows, usable U = (N // B) * B:
 
@@ -11,15 +12,15 @@ The batch is a pure function. With N instances of S tokens and a global batch of
 so it depends on index, order, seed, B and position alone: not on hosts, workers, prefetch, history or restarts.
 
 Token file   headerless little-endian uint32 (uint16 if the index says so); called .npy, as Ai2's are, in name only.
-             One document after another, an EOS token after each. No BOS, no padding.
+             One document after another, an EOS token after each. No BOS; padding only where `pack` put it.
 Instance     tokens [k*S, (k+1)*S) of one file. It never spans files; the tail of every file is dropped.
 Index        JSON, see `Index`. Paths are relative, so data can move; the fingerprint does not depend on where they are.
 Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtered, instance.
 
-Source: OLMo-core 2.5 data/numpy_dataset.py:NumpyFSLDataset, data/data_loader.py, data/utils.py (instances, order
-"olmo_core", fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it
-needs no memory and no start-up time. What this is not: no mixing by weight, no reading from object stores
-(mount them). It imports no sibling file, and jax only where Grain does: in `loader` and in the feistel order.
+Source: OLMo-core 2.5 data/numpy_dataset.py, data/data_loader.py, data/utils.py (instances, packing, order "olmo_core",
+fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it needs no memory
+and no start-up time. What this is not: no mixing by weight, no reading from object stores (mount them). It imports no
+sibling file, and jax only where Grain does: in `loader` and in the feistel order.
 """
 
 from __future__ import annotations
@@ -949,7 +950,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
     The longest document first, into the fullest instance that has room for it, else into a new one. Ties: documents of
     one length as they come, instances with the same room first in, first out. Source: OLMo-core
-    data/utils.py:InstancePacker, whose documents of one length come as numpy's unstable sort leaves them on that CPU."""
+    data/utils.py:InstancePacker.
+
+    DIVERGENCE 10: documents of one length stay in order; OLMo-core takes them as numpy's unstable sort leaves them, which
+    depends on the CPU. The instances hold documents of the same lengths either way."""
     instances, waiting = [], {}  # waiting: free tokens -> the instances that have so many
     rooms = []  # the keys of `waiting`, ascending
     for document in np.argsort(-lengths, kind="stable").tolist():
