@@ -979,13 +979,15 @@ def document_spans(path: Path, index: Index, packing: Packing, counts: dict) -> 
     """int64 [documents, 2]: where the documents of a token file begin and end, none longer than an instance. An EOS
     ends a document; what follows the last one is none."""
     dtype, ends, read = np.dtype(index.dtype).newbyteorder("<"), [], 0
-    while len(tokens := np.fromfile(path, dtype, count=SCAN_TOKENS, offset=read * dtype.itemsize)):
-        if (largest := tokens.max()) >= index.vocab_size:
-            what = f"{path}: token {read + int(np.argmax(tokens))}"
-            raise DataError(f"{what}: got id {largest}, expected below the vocabulary size {index.vocab_size}")
-        counts["pads_in_documents"] += int(np.count_nonzero(tokens == index.pad_id))
-        ends.append(read + 1 + np.flatnonzero(tokens == index.eos_id))
-        read += len(tokens)
+    with open(path, "rb") as f:  # not np.fromfile, which takes an I/O error for the end of the file
+        while content := f.read(SCAN_TOKENS * dtype.itemsize):
+            tokens = np.frombuffer(content, dtype)
+            if (largest := tokens.max()) >= index.vocab_size:
+                what = f"{path}: token {read + int(np.argmax(tokens))}"
+                raise DataError(f"{what}: got id {largest}, expected below the vocabulary size {index.vocab_size}")
+            counts["pads_in_documents"] += int(np.count_nonzero(tokens == index.pad_id))
+            ends.append(read + 1 + np.flatnonzero(tokens == index.eos_id))
+            read += len(tokens)
     ends = np.concatenate(ends)
     if not len(ends):
         warn(f"{path}: EOS {index.eos_id} never occurs: no document, left out")
@@ -1019,18 +1021,20 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
         return counts
     dtype = np.dtype(index.dtype).newbyteorder("<")
     with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(open(path, "rb", buffering=0)) for path in paths]
+        sources = [stack.enter_context(open(path, "rb")) for path in paths]
         packed = stack.enter_context(replacing(out))
         for documents in instances:
             tokens, filled = np.full(S, index.pad_id, dtype), 0
             for document in documents:
                 (start, stop), source = spans[document].tolist(), sources[file_of[document]]
                 source.seek(start * dtype.itemsize)
-                read = np.fromfile(source, dtype, count=stop - start)
-                if len(read) != stop - start:
-                    raise DataError(f"{source.name}: got {len(read)} tokens at offset {start}, expected {stop - start}")
-                tokens[filled : filled + len(read)] = read
-                filled += len(read)
+                content = source.read((stop - start) * dtype.itemsize)
+                if len(content) != (stop - start) * dtype.itemsize:
+                    raise DataError(
+                        f"{source.name}: got the end of the file before token {stop}; fix: it was truncated"
+                    )
+                tokens[filled : filled + stop - start] = np.frombuffer(content, dtype)
+                filled += stop - start
             packed.write(tokens)
     return counts
 

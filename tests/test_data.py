@@ -931,7 +931,7 @@ def test_pack(tmp_path):
 
 def test_pack_goes_on_and_never_mixes(tmp_path):
     """Catches a killed run that starts over or keeps half a file, another run's files under one index, a vocabulary
-    without padding, and text that never ends a document."""
+    without padding, text that never ends a document, and an id outside the vocabulary."""
     arrays = {f"web/{n}.npy": np.concatenate(ended(5, 9, 3 + n, 16)) for n in range(3)}
     index = make_index(tmp_path, arrays)
     arguments = ("pack", index, "--group-size", 1, "--workers", 1, "--out", tmp_path / "packed")
@@ -951,10 +951,12 @@ def test_pack_goes_on_and_never_mixes(tmp_path):
     assert other.returncode == 2 and "packed: got a folder that holds something else" in other.stderr
     no_pad = make_index(tmp_path / "no_pad", {"web/a.npy": random_tokens(99)}, pad_id=None)
     no_end = make_index(tmp_path / "no_end", {"web/a.npy": random_tokens(99)})
-    for source, message in ((no_pad, "got no padding token"), (no_end, "got no EOS (90) in any file")):
-        done = run("pack", source, "--out", tmp_path / "none")
+    bad_id = make_index(tmp_path / "bad_id", {"web/a.npy": [5, EOS_ID, 97, EOS_ID] * 9})
+    cases = ((no_pad, "got no padding token"), (no_end, "got no EOS (90) in any file"), (bad_id, "token 2: got id 97"))
+    for number, (source, message) in enumerate(cases):
+        done = run("pack", source, "--out", tmp_path / f"none{number}")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not (tmp_path / "none/index.json").exists()
+        assert not (tmp_path / f"none{number}/index.json").exists()
     padded = make_index(tmp_path / "padded", {"web/a.npy": [5, PAD_ID, EOS_ID] * 9, "web/b.npy": random_tokens(40)})
     warned = run("pack", padded, "--out", tmp_path / "warned", "--workers", 1)
     assert warned.returncode == 0 and "9 tokens are padding (91) already" in warned.stderr
