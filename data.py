@@ -1,6 +1,7 @@
 """Token files, index, order, batches and the Grain loader, and the command line that makes and checks them.
 
     text --tokenize--> token files --index--> index.json --order--> instance ids --loader--> batches
+                       (stage 3: index.json --pack--> token files of packed documents and their index.json)
 
 The batch is a pure function. With N instances of S tokens and a global batch of B rows, usable U = (N // B) * B:
 
@@ -11,27 +12,29 @@ The batch is a pure function. With N instances of S tokens and a global batch of
 so it depends on index, order, seed, B and position alone: not on hosts, workers, prefetch, history or restarts.
 
 Token file   headerless little-endian uint32 (uint16 if the index says so); called .npy, as Ai2's are, in name only.
-             One document after another, an EOS token after each. No BOS, no padding.
+             One document after another, an EOS token after each. No BOS; padding only where `pack` put it.
 Instance     tokens [k*S, (k+1)*S) of one file. It never spans files; the tail of every file is dropped.
 Index        JSON, see `Index`. Paths are relative, so data can move; the fingerprint does not depend on where they are.
 Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtered, instance.
 
-Source: OLMo-core 2.5 data/numpy_dataset.py:NumpyFSLDataset, data/data_loader.py, data/utils.py (instances, order
-"olmo_core", fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it
-needs no memory and no start-up time. What this is not: no packing, no mixing by weight, no downloader (`urls` prints
-what wget takes), no reading from object stores (mount them). It imports no sibling file, and jax only where Grain does:
-in `loader` and in the feistel order.
+Source: OLMo-core 2.5 data/numpy_dataset.py, data/data_loader.py, data/utils.py (instances, packing, order "olmo_core",
+fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it needs no memory
+and no start-up time. What this is not: no mixing by weight, no downloader (`urls` prints what wget takes), no reading
+from object stores (mount them). It imports no sibling file, and jax only where Grain does: in `loader` and in the
+feistel order.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import contextlib
 import copy
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import http.client
 import itertools
@@ -39,6 +42,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import re
 import shutil
 import signal
@@ -52,8 +56,9 @@ import urllib.error
 import urllib.request
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -319,20 +324,27 @@ def fingerprint(sequence_length: int, dtype: str, tokenizer: str, vocab_size: in
     return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
 
 
-def olmo_core_fingerprint(index: Index) -> str:
+def olmo_core_fingerprint(index: Index, packing: Packing | None = None) -> str:
     """What OLMo-core calls the same data (numpy_dataset.py:fingerprint, v2.0): file names and sizes, no contents.
 
-    max_target_sequence_length is the sequence length, as in the official scripts from 8192 tokens on."""
+    max_target_sequence_length is the sequence length, as in the official scripts from 8192 tokens on. With `packing`:
+    of the dataset that packs the files of `index` while it reads them."""
     fields = {
         "vocab_size": index.vocab_size,
         "pad_token_id": index.pad_id,
         "eos_token_id": index.eos_id,
         "dtype": f"<class 'numpy.{index.dtype}'>",
-        "max_target_sequence_length": index.sequence_length,
-        "bos_token_id": None,
     }
-    text = "class=NumpyFSLDataset" + "".join(f"{name}={value}," for name, value in fields.items())
-    text += "".join(f"path={PurePosixPath(f.path).name},size={f.bytes}," for f in index.files)
+    if packing is None:
+        name, files = "NumpyFSLDataset", index.files
+        fields |= {"max_target_sequence_length": index.sequence_length, "bos_token_id": None}
+    else:
+        name, files = "NumpyPackedFSLDataset", [f for group in packing.groups(index.files) for f in group]
+        fields |= {"long_doc_strategy": packing.long_documents, "bos_token_id": None}
+        fields |= {"sequence_length": packing.sequence_length}
+        fields |= {"source_group_size": packing.group_size} if packing.group_size > 1 else {}
+    text = f"class={name}" + "".join(f"{name}={value}," for name, value in fields.items())
+    text += "".join(f"path={PurePosixPath(f.path).name},size={f.bytes}," for f in files)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -1185,6 +1197,173 @@ def file_checksums(source: BatchSource) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pack: token files whose instances hold whole documents, so that index, order and loader are those of any token file
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into instances (stage 3): OLMo-core data/numpy_dataset.py:NumpyPackedFSLDataset."""
+
+    sequence_length: int
+    group_size: int  # files whose documents share instances
+    permutation_seed: int  # the files are shuffled before they are grouped
+    long_documents: str  # "truncate": the rest is discarded | "fragment": the rest is a document of its own
+
+    def __post_init__(self):
+        if self.sequence_length < 2 or self.group_size < 1:
+            got = f"{self.sequence_length}, {self.group_size}"
+            raise DataError(f"packing sequence_length, group_size: got {got}, expected >= 2, >= 1")
+
+    def groups(self, files: Sequence[TokenFile]) -> list[list[TokenFile]]:
+        files = list(files)
+        random.Random(self.permutation_seed).shuffle(files)
+        return [files[i : i + self.group_size] for i in range(0, len(files), self.group_size)]
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Instances, in the order in which they were opened, of documents, in the order in which they were put there.
+
+    The longest document first, into the fullest instance that has room for it, else into a new one. Ties: documents of
+    one length as they come, instances with the same room first in, first out. Source: OLMo-core
+    data/utils.py:InstancePacker.
+
+    DIVERGENCE 10: documents of one length stay in order; OLMo-core takes them as numpy's unstable sort leaves them, which
+    depends on the CPU. The instances hold documents of the same lengths either way."""
+    instances, waiting = [], {}  # waiting: free tokens -> the instances that have so many
+    rooms = []  # the keys of `waiting`, ascending
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        if (at := bisect.bisect_left(rooms, length)) == len(rooms):
+            room, instance = capacity, len(instances)
+            instances.append([])
+        else:
+            room = rooms[at]
+            instance = waiting[room].popleft()
+            if not waiting[room]:
+                del waiting[room], rooms[at]
+        instances[instance].append(document)
+        if left := room - length:
+            if left not in waiting:
+                waiting[left] = deque()
+                bisect.insort(rooms, left)
+            waiting[left].append(instance)
+    return instances
+
+
+def document_spans(path: Path, index: Index, packing: Packing, counts: dict) -> np.ndarray:
+    """int64 [documents, 2]: where the documents of a token file begin and end, none longer than an instance. An EOS
+    ends a document; what follows the last one is none."""
+    ends, read = [], 0
+    for tokens in read_tokens(path, np.dtype(index.dtype).newbyteorder("<"), SCAN_TOKENS):
+        if (largest := tokens.max()) >= index.vocab_size:
+            what = f"{path}: token {read + int(np.argmax(tokens))}"
+            raise DataError(f"{what}: got id {largest}, expected below the vocabulary size {index.vocab_size}")
+        counts["pads_in_documents"] += int(np.count_nonzero(tokens == index.pad_id))
+        ends.append(read + 1 + np.flatnonzero(tokens == index.eos_id))
+        read += len(tokens)
+    ends = np.concatenate(ends)
+    if not len(ends):
+        warn(f"{path}: EOS {index.eos_id} never occurs: no document, left out")
+    starts = np.concatenate([[0], ends])[:-1]
+    counts["documents"] += len(ends)
+    counts["tail_tokens"] += read - int(ends[-1] if len(ends) else 0)
+    S, total = packing.sequence_length, int(np.sum(ends - starts))
+    pieces = -(-(ends - starts) // S)
+    counts["long_documents"] += int(np.count_nonzero(pieces > 1))
+    if packing.long_documents == "fragment":
+        first_piece = np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = np.repeat(starts, pieces) + S * (np.arange(len(first_piece)) - first_piece)
+        ends = np.repeat(ends, pieces)
+    spans = np.stack([starts, np.minimum(ends, starts + S)], axis=1)
+    packed = int(np.sum(spans[:, 1] - spans[:, 0]))
+    counts["packed_tokens"] += packed
+    counts["discarded_tokens"] += total - packed
+    return spans
+
+
+def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing) -> dict:
+    """Packs the documents of a group of files into `out`, unless it is there from a run that was cut short; counts."""
+    names = ("documents", "long_documents", "packed_tokens", "discarded_tokens", "tail_tokens", "pads_in_documents")
+    counts, S = dict.fromkeys(names, 0), packing.sequence_length
+    spans = [document_spans(path, index, packing, counts) for path in paths]
+    file_of = np.repeat(np.arange(len(paths)), [len(s) for s in spans])
+    spans = np.concatenate(spans)
+    instances = best_fit_decreasing(spans[:, 1] - spans[:, 0], S)
+    counts["instances"] = len(instances)
+    if not instances or out.exists() and out.stat().st_size == len(instances) * S * index.itemsize:
+        return counts
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(open(path, "rb")) for path in paths]
+        packed = stack.enter_context(replacing(out))
+        for documents in instances:
+            tokens, filled = np.full(S, index.pad_id, dtype), 0
+            for document in documents:
+                (start, stop), source = spans[document].tolist(), sources[file_of[document]]
+                span = source.fileno(), start * dtype.itemsize, (stop - start) * dtype.itemsize
+                content = patiently(lambda span=span: read_at(*span), source.name)
+                if len(content) != span[-1]:
+                    raise DataError(
+                        f"{source.name}: got the end of the file before token {stop}; fix: it was truncated"
+                    )
+                tokens[filled : filled + stop - start] = np.frombuffer(content, dtype)
+                filled += stop - start
+            packed.write(tokens)
+    return counts
+
+
+def pack(args: argparse.Namespace) -> dict:
+    """Packs the documents of an index's files into token files and an index of their own."""
+    source_path, out = local_path(args.index), local_path(args.out)
+    source = load_index(source_path)
+    root = local_path(args.data_root) if args.data_root else source_path.parent
+    length = source.sequence_length if args.sequence_length is None else args.sequence_length
+    packing = Packing(length, args.group_size, args.permutation_seed, args.long_documents)
+    if source.pad_id is None:
+        raise DataError(f"{source_path}: got no padding token, expected one; fix: index again with --pad-id")
+    for file in source.files:
+        if fault := file_fault(root / file.path, file, source.itemsize):
+            raise DataError(fault)
+    # A run that was cut short goes on, if it was the same one: the files it has completed are kept.
+    identity = json.dumps({"source": source.fingerprint} | dataclasses.asdict(packing), indent=1).encode()
+    note = out / "packing.json"
+    if out.exists() and any(out.iterdir()) and not (note.is_file() and note.read_bytes() == identity):
+        raise DataError(f"{out}: got a folder that holds something else, expected none; fix: another --out")
+    with replacing(note) as f:
+        f.write(identity)
+
+    groups = packing.groups(source.files)
+    outs = [out / f"group-{number:05}.npy" for number in range(len(groups))]
+    paths = [[root / file.path for file in group] for group in groups]
+    one = functools.partial(pack_group, index=source, packing=packing)
+    with contextlib.ExitStack() as stack:
+        many = map
+        if (workers := min(args.workers or os.cpu_count(), len(groups))) > 1:
+            context = multiprocessing.get_context("spawn")
+            many = stack.enter_context(ProcessPoolExecutor(workers, context, end_with_parent, (0, workers))).map
+        counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
+    total = {name: sum(c[name] for c in counts) for name in counts[0]}
+    if not total["documents"]:
+        raise DataError(f"{source_path}: got no EOS ({source.eos_id}) in any file, expected one after each document")
+    if total["pads_in_documents"]:
+        warn(f"{total['pads_in_documents']} tokens are padding ({source.pad_id}) already: data.mask_token takes the loss "
+             "of these labels too, where OLMo-core takes only that of what packing adds")  # fmt: skip
+    labels = ["+".join(sorted({file.label for file in group})) for group in groups]
+    files = [(label, path) for label, path, c in zip(labels, outs, counts, strict=True) if c["instances"]]
+    tokenizer = source.tokenizer
+    if (source_path.parent / tokenizer).is_file():
+        tokenizer = PurePosixPath(os.path.relpath(source_path.parent / tokenizer, out)).as_posix()
+    vocabulary = {"vocab_size": source.vocab_size, "eos_id": source.eos_id, "pad_id": source.pad_id}
+    index = build_index(files, out, length, tokenizer=tokenizer, **vocabulary, dtype=source.dtype)
+    write_index(index, out / "index.json")
+    total["padding_tokens"] = total["instances"] * length - total["packed_tokens"]
+    efficiency = total["packed_tokens"] / (total["instances"] * length)
+    report = {"index": str(out / "index.json"), "efficiency": round(efficiency, 6)} | total | summarise(index)
+    report["olmo_core_fingerprint"] = olmo_core_fingerprint(source, packing)  # there packing is part of the reading
+    return report
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Quick start: the standard library as a corpus
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
@@ -1374,6 +1553,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--no-read", action="store_true", help="count instances only; the token files need not be there")
     p.add_argument("--data-root", help="folder that the index's paths start in (default: the folder of the index)")
 
+    p = verb("pack", "Pack the documents of an index's files into instances of one length (stage 3), padded at the end.",
+             "python data.py pack data/quickstart/train.json --sequence-length 2048 --out data/packed")  # fmt: skip
+    p.add_argument("index", metavar="INDEX", help="of files whose documents end with EOS; its own cutting is not used")
+    p.add_argument("--out", required=True, help="folder for group-00000.npy, ... and index.json")
+    p.add_argument("--sequence-length", type=int, help="default: the index's")
+    p.add_argument("--group-size", type=int, default=8, help="files packed together (default: %(default)s, as Ai2)")
+    p.add_argument("--permutation-seed", type=int, default=123,
+                   help="of the files' order before grouping (default: %(default)s, as Ai2)")  # fmt: skip
+    p.add_argument("--long-documents", choices=("truncate", "fragment"), default="truncate",
+                   help="discard what is beyond an instance, as Ai2, or make it a document (default: %(default)s)")  # fmt: skip
+    p.add_argument("--workers", type=int, help="processes (default: all cores); the result does not depend on it")
+    p.add_argument("--data-root", help="folder that the index's paths start in (default: the folder of the index)")
+
     p = verb("show", "The instances of batch K, which update K trains on: global positions (K-1)*B .. K*B-1.",
              "python data.py show data/quickstart/train.json --step 1 --global-batch 8 --rows 2")  # fmt: skip
     p.add_argument("index", metavar="INDEX")
@@ -1399,7 +1591,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read once, when the tokenizer's threads start
             result = tokenize(args)
         else:
-            verbs = {"urls": urls, "index": make_index, "verify": verify, "audit": audit, "show": show}
+            verbs = {"urls": urls, "index": make_index, "verify": verify, "audit": audit, "pack": pack, "show": show}
             result = verbs[args.verb](args)
     except DataError as e:
         for line in str(e).split("\n"):

@@ -21,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,8 +33,9 @@ import torch
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from olmo_core.data import DataCollator, NumpyDataLoaderBase, NumpyFSLDataset, TokenizerConfig
-from olmo_core.data.numpy_dataset import InstanceFilterConfig
-from olmo_core.data.utils import get_labels
+from olmo_core.data.numpy_dataset import InstanceFilterConfig, NumpyPackedFSLDatasetConfig
+from olmo_core.data.types import NumpyDatasetDType
+from olmo_core.data.utils import InstancePacker, get_labels
 from olmo_core.nn.attention import AttentionBackendName
 from olmo_core.nn.rope import YaRNRoPEScalingConfig
 from olmo_core.nn.transformer import TransformerConfig
@@ -667,6 +669,89 @@ def data_fingerprint() -> Comparison:
     return Comparison("dataset fingerprints that differ", "NumpyFSLDataset.fingerprint", data_pair()["fingerprint"], 0)
 
 
+def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: data.Packing) -> NumpyDataLoaderBase:
+    """Its packed dataset and loader. Documents of one length in order: numpy's default sort is unstable, and how it
+    leaves them depends on the CPU."""
+    tokenizer = TokenizerConfig(vocab_size=10_000, eos_token_id=EOS, pad_token_id=PAD)
+    dataset = NumpyPackedFSLDatasetConfig(
+        paths=[str(p) for p in paths], tokenizer=tokenizer, dtype=NumpyDatasetDType.uint32, generate_doc_lengths=True,
+        sequence_length=packing.sequence_length, source_group_size=packing.group_size,
+        source_permutation_seed=packing.permutation_seed, long_doc_strategy=packing.long_documents,
+        instance_filter_config=InstanceFilterConfig() if c.repetition_filter else None, work_dir=str(folder / "work"),
+    ).build()  # fmt: skip
+    with mock.patch.object(np, "argsort", partial(np.argsort, kind="stable")):
+        for (
+            group
+        ) in dataset._source_path_groups:  # what `prepare` does in processes of its own, which do not mix with jax
+            dataset._pack_documents_from_source_into_instances(*group)
+    collator = DataCollator(pad_token_id=PAD, vocab_size=10_000)
+    return NumpyDataLoaderBase.wrap_numpy_dataset(
+        dataset, global_batch_size=c.global_batch * c.sequence_length, collator=collator, work_dir=folder / "work",
+        seed=c.seed,
+    )  # fmt: skip
+
+
+@cache
+def packed_pair() -> dict[str, int]:
+    """An epoch of every corpus, packed, through both loaders: what is different, and how many instances there were."""
+    rng, wrong = np.random.default_rng(29), {"rows": 0, "instances": 0, "filtered": 0, "fingerprint": 0, "sorted": 0}
+    for n, (S, group, long_documents) in enumerate(
+        [(64, 8, "truncate"), (64, 2, "truncate"), (128, 1, "truncate"), (32, 3, "fragment"), (16, 5, "fragment")]
+    ):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            paths = [folder / f"{chr(97 + i)}.npy" for i in range(11)]
+            for path in paths:
+                lengths = np.maximum(1, rng.lognormal(np.log(S / 4), 1, int(rng.integers(1, 60)))).astype(int)
+                tokens = rng.integers(2, 90, lengths.sum() + int(rng.integers(0, 5)))
+                tokens[np.cumsum(lengths) - 1] = EOS
+                tokens.astype("<u4").tofile(path)
+            packing = data.Packing(S, group, 100 + n, long_documents)
+            c = replace(config().data, sequence_length=S, global_batch=3, repetition_filter=n % 2 == 0)
+            theirs = olmo_core_packed(paths, folder, c, packing)
+            raw = our_source(paths, folder, replace(c, sequence_length=2), 10_000)
+            options = f"--sequence-length={S} --group-size={group} --permutation-seed={100 + n} --workers=1"
+            arguments = ["pack", raw.config.index, f"--long-documents={long_documents}", *options.split()]
+            report = data.pack(data.parse([*arguments, "--out", str(folder / "packed")]))
+            wrong["fingerprint"] += report["olmo_core_fingerprint"] != theirs.dataset.fingerprint
+            wrong["instances"] += report["instances"]
+            c = replace(c, index=report["index"], document_mask=True, mask_token=PAD)
+            ours = data.open_data(c)
+            theirs.reshuffle(1)
+            for k, batch in enumerate(theirs):
+                mine = ours.batch_at(3 * k)
+                labels = np.where(mine["loss_mask"], mine["labels"], -100)
+                lengths = [np.unique(row, return_counts=True)[1].tolist() for row in mine["segment_ids"]]
+                same = [
+                    np.array_equal(mine["tokens"][r], batch["input_ids"][r])
+                    and np.array_equal(labels[r], get_labels(batch)[r])
+                    and lengths[r] == [x for x in batch["doc_lens"][r].tolist() if x]
+                    for r in range(3)
+                ]
+                wrong["rows"] += same.count(False) + int(np.sum(mine["instance"] != batch["index"].numpy()))
+                wrong["filtered"] += int(mine["filtered"].sum())
+            wrong["rows"] += 3 * (k + 1) != ours.usable
+            # With its own sort, whatever that leaves of ties, instances hold documents of the same lengths.
+            lengths = rng.integers(1, S + 1, 200)
+            ends = np.cumsum(lengths)
+            packed, spans, _ = InstancePacker(S).pack_documents(np.stack([ends - lengths, ends], axis=1))
+            their_lengths = [[int(spans[d][1] - spans[d][0]) for d in documents] for documents in packed]
+            our_lengths = [lengths[documents].tolist() for documents in data.best_fit_decreasing(lengths, S)]
+            wrong["sorted"] += their_lengths != our_lengths
+    return wrong
+
+
+def packed_batches() -> Comparison:
+    wrong = packed_pair()
+    return Comparison(f"rows of packed batches ({wrong['instances']} instances: tokens, labels, documents) that differ",
+                      "NumpyPackedFSLDataset", wrong["rows"] + wrong["sorted"], 0)  # fmt: skip
+
+
+def packed_fingerprint() -> Comparison:
+    return Comparison("fingerprints of packed datasets that differ", "NumpyPackedFSLDataset.fingerprint",
+                      packed_pair()["fingerprint"], 0)  # fmt: skip
+
+
 def repetitive(rng, S: int) -> np.ndarray:
     """int64 [S]: something close to a repetition of about 32 times, anywhere, now and then broken, of few tokens."""
     vocabulary = int(rng.choice([2, 3, 97]))
@@ -712,9 +797,8 @@ def repetition_filter() -> Comparison:
 @cache
 def learning_rate_pair() -> dict[str, float]:
     """Largest relative difference over every step of stage 1 (Ai2's two pieces, the case study's one), 2 and 3."""
-    stage3 = optim.SchedulePiece(until=None, kind="linear", warmup_steps=200, total_steps=11_921, final_fraction=0.0)
-    stage1, stage1_ai2, stage2 = (train.load_config(f"{name}.yaml", "cpu", []) for name in
-                                  ("stage1", "stage1_ai2", "stage2"))  # fmt: skip
+    stage1, stage1_ai2, stage2, stage3 = (train.load_config(f"{name}.yaml", "cpu", []) for name in
+                                          ("stage1", "stage1_ai2", "stage2", "stage3"))  # fmt: skip
     ai2_first, ai2_second = CosWithWarmup(warmup=2000), HalfCosWithWarmup(warmup=597_046)
     linear = partial(LinearWithWarmup, alpha_f=0.0)
     runs = [  # our config and schedule, last step, OLMo-core's learning rate of a step; numbers from Ai2's scripts
@@ -723,7 +807,7 @@ def learning_rate_pair() -> dict[str, float]:
          lambda s: (ai2_first.get_lr(3e-4, s, 1_192_093) if s <= 597_046 else ai2_second.get_lr(3e-4, s, 1_668_931))),
         (stage2.optim, stage2.schedule, 47_684,
          lambda s: linear(warmup=0).get_lr(2.0712352850360292e-4, s, 47_684)),
-        (stage2.optim, (stage3,), 11_921, lambda s: linear(warmup=200).get_lr(2.0712352850360292e-4, s, 11_921)),
+        (stage3.optim, stage3.schedule, 11_921, lambda s: linear(warmup=200).get_lr(2.0712352850360292e-4, s, 11_921)),
     ]  # fmt: skip
     worst = {"float64": 0.0, "float32": 0.0, "steps": 0}
     for settings, schedule, last, reference in runs:
@@ -826,7 +910,7 @@ COMPARISONS = (
     ),
     *(training_ce, training_grad_norm, training_windows, training_params, training_skips),
     *(optimizer_moments, optimizer_params, optimizer_moments_compiled, optimizer_params_compiled, optimizer_groups),
-    *(data_batches, data_order, data_fingerprint, repetition_filter),
+    *(data_batches, data_order, data_fingerprint, packed_batches, packed_fingerprint, repetition_filter),
     *(learning_rate_float64, learning_rate_float32, skip_rule),
 )
 

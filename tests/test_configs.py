@@ -1,5 +1,7 @@
 """The recipes in configs/ load, hold the published numbers, and share no key with the hardware files."""
 
+import dataclasses
+
 import pytest
 
 import model
@@ -24,7 +26,7 @@ def test_every_recipe_loads_with_every_machine(recipe, machine):
 
 
 def test_recipes_and_machines_are_all_here():
-    assert {"quickstart", "stage1", "stage1_ai2", "stage2"} <= set(RECIPES)
+    assert {"quickstart", "stage1", "stage1_ai2", "stage2", "stage3"} <= set(RECIPES)
     assert {"cpu", "gpu", "v5p", "ironwood"} <= set(MACHINES)
 
 
@@ -33,7 +35,7 @@ def test_science_and_hardware_have_disjoint_keys():
     assert not set(train.SCIENCE) & set(train.HARDWARE)
 
 
-@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2"])
+@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2", "stage3"])
 def test_7b_parameter_count(recipe):
     """A dimension mistyped in a 7B recipe."""
     c = load(recipe)
@@ -60,6 +62,10 @@ def test_7b_parameter_count(recipe):
         ("stage2", 1, 2.07119185e-4),
         ("stage2", 47_683, 4.34e-9),
         ("stage2", 47_684, 0.0),
+        ("stage3", 1, 1.0356176e-6),
+        ("stage3", 200, 2.0712352850360292e-4),
+        ("stage3", 11_920, 1.7671148e-8),
+        ("stage3", 11_921, 0.0),
     ],
 )
 def test_learning_rates_of_the_recipes(recipe, step, expected):
@@ -70,14 +76,27 @@ def test_learning_rates_of_the_recipes(recipe, step, expected):
 
 
 def test_token_counts_of_the_recipes():
-    """A global batch or a number of steps that is off: 5.93T, 5,929,965,715,456 and 100.0B tokens."""
+    """A global batch or a number of steps that is off: 5.93T, 5,929,965,715,456, 100.0B and 50.0B tokens."""
     tokens = {r: (c := load(r)).run.steps * c.data.global_batch * c.data.sequence_length for r in RECIPES}
     assert tokens["stage1"] == 1_414_078 * 512 * 8192
     assert tokens["stage1_ai2"] == 5_929_965_715_456
     assert 100e9 <= tokens["stage2"] < 100e9 + 256 * 8192
+    assert 50e9 <= tokens["stage3"] < 50e9 + 64 * 65536  # the official script's copy says 5T
 
 
-@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2"])
+def test_long_context_recipe():
+    """Stage 3 without document masks, padding that is trained on, a YaRN that is not Ai2's; anything else that changes
+    from stage 2 but what must."""
+    c, before = load("stage3"), load("stage2")
+    assert (c.model.yarn.factor, c.model.yarn.original_length) == (8.0, before.data.sequence_length)
+    assert (c.model.yarn.beta_fast, c.model.yarn.beta_slow) == (32.0, 1.0)
+    assert dataclasses.replace(c.model, yarn=None) == before.model
+    assert c.data.document_mask and c.data.mask_token == 100277 and not c.data.repetition_filter
+    assert (c.data.seed, c.data.sequence_length, c.data.global_batch) == (34521, 65536, 64)
+    assert c.optim == before.optim and c.loss == before.loss
+
+
+@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2", "stage3"])
 def test_optimizer_of_the_7b_recipes(recipe):
     """The numbers that all of Ai2's stages share."""
     o = load(recipe).optim

@@ -104,16 +104,17 @@ def random_batch(c, B, S, seed=0, documents=False):
 
 
 @cache
-def logits_function(c, execution, documents):
+def logits_function(c, execution, documents, shape):
     def body(params, tokens, segments):
         return model.logits(model.vary(params), model.vary(tokens), model.vary(segments), c, execution)
 
     in_specs = (specs(c), BATCH, BATCH if documents else None)
-    return on_mesh(body, in_specs, P(("data", "fsdp"), "context", "tensor"))
+    out_specs = P(("data", "fsdp"), "context", "tensor")
+    return on_mesh(body, in_specs, out_specs, shape, check_vma=execution.attention != "splash")
 
 
-def run_logits(c, params, tokens, execution=DENSE, segments=None):
-    return np.asarray(logits_function(c, execution, segments is not None)(params, tokens, segments))
+def run_logits(c, params, tokens, execution=DENSE, segments=None, shape=(1, 1, 1, 1)):
+    return np.asarray(logits_function(c, execution, segments is not None, shape)(params, tokens, segments))
 
 
 @cache
@@ -579,30 +580,37 @@ def test_blockwise_memory_grows_with_the_sequence_only():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.4e9
 
 
-@pytest.mark.parametrize("execution", [DENSE, replace(BLOCKWISE, attention_block=5)], ids=["dense", "blockwise"])
-def test_documents_are_isolated(execution):
-    """Catches attention across documents: each document's logits are those it has alone, and changing one document
-    moves no other's. Positions need not restart, since RoPE depends on distances alone.
+SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor", interpret=True)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("attention", ["dense", "blockwise", "splash"])
+def test_documents_are_isolated(attention, shards):
+    """Catches attention across documents, in sliding or full layers: each document's logits are those it has alone, and
+    changing one document (which lies on both context shards) moves no other's. Positions need not restart, since RoPE
+    depends on distances alone.
     """
     c = replace(CONFIG, pattern="sssf", yarn=YARN_TINY)
-    params = random_params(c)
-    tokens = random_batch(c, 2, 24)["tokens"]
-    segments = np.broadcast_to(np.repeat([0, 1, 2], [7, 11, 6]), (2, 24)).astype(np.int32)
-    packed = run_logits(c, params, tokens, execution, segments)
-    alone = run_logits(c, params, tokens[:, 7:18], execution)
-    assert np.abs(packed[:, 7:18, :97] - alone[..., :97]).max() < 2e-5
+    execution = replace(DENSE, attention=attention, attention_block=5, splash=SPLASH)  # 5: blocks end inside documents
+    unit = 1
+    if attention == "splash":  # at least 128 positions a device
+        c, unit = replace(c, head_dim=32, window=70), 32 / 3
+    S, first, last = (int(n * unit) for n in (24, 7, 18))
+    params, shape = random_params(c), (1, 1, shards, 1)
+    tokens = random_batch(c, 2, S)["tokens"]
+    segments = np.broadcast_to(np.repeat([0, 1, 2], [first, last - first, S - last]), (2, S)).astype(np.int32)
+    packed = run_logits(c, params, tokens, execution, segments, shape)
+    alone = run_logits(c, params, tokens[:, first:last])
+    assert np.abs(packed[:, first:last, :97] - alone[..., :97]).max() < 2e-5
 
     changed = tokens.copy()
-    changed[:, 7:18] = (tokens[:, 7:18] + 1) % c.vocab_size
-    moved = run_logits(c, params, changed, execution, segments)
-    np.testing.assert_array_equal(moved[:, :7], packed[:, :7])
-    np.testing.assert_array_equal(moved[:, 18:], packed[:, 18:])
-    assert np.abs(moved[:, 7:18] - packed[:, 7:18]).max() > 0.1
-    unseparated = run_logits(c, params, tokens, execution)
-    assert np.abs(unseparated[:, 18:] - packed[:, 18:]).max() > 0.1
-
-
-SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor", interpret=True)
+    changed[:, first:last] = (tokens[:, first:last] + 1) % c.vocab_size
+    moved = run_logits(c, params, changed, execution, segments, shape)
+    np.testing.assert_array_equal(moved[:, :first], packed[:, :first])
+    np.testing.assert_array_equal(moved[:, last:], packed[:, last:])
+    assert np.abs(moved[:, first:last] - packed[:, first:last]).max() > 0.1
+    unseparated = run_logits(c, params, tokens, execution, None, shape)
+    assert np.abs(unseparated[:, last:] - packed[:, last:]).max() > 0.1
 
 
 @pytest.mark.parametrize("shards, S", [(1, 256), (2, 512), (4, 1024)])

@@ -169,6 +169,20 @@ def test_data_fingerprint():
     check(parity.data_fingerprint())
 
 
+def test_packed_batches():
+    """Catches files grouped in another order, another document in an instance or in another place there, tokens after
+    the last EOS, a long document cut elsewhere, padding with a label or in the last document's segment, a label at EOS
+    that is masked, and a filter that overlooks padding.
+    """
+    check(parity.packed_batches())
+    assert parity.packed_pair()["instances"] > 500 and parity.packed_pair()["filtered"] > 10
+
+
+def test_packed_fingerprint():
+    """Catches a fingerprint by which one could not tell that a run of OLMo-core packed the same files."""
+    check(parity.packed_fingerprint())
+
+
 def test_repetition_filter():
     """Catches 31 or 33 for 32 repetitions, periods to 12 or 14, spans that are cut at a row of the period or at the end
     of the instance, and a span found across the end.
