@@ -34,7 +34,18 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "context", "tensor")
-SAVED = ("x", "q", "k", "v", "context", "attn_out", "gate", "up", "ffn_out")  # activations that a policy may name
+SAVED = (
+    "x",
+    "q",
+    "k",
+    "v",
+    "context",
+    "lse",
+    "attn_out",
+    "gate",
+    "up",
+    "ffn_out",
+)  # activations that a policy may name
 UNROLLED = 8  # ranges of keys of a full layer's blockwise attention, at the price of an eighth more scores
 MASKED = -1e30  # finite, so that a masked score times a zero probability is zero and not NaN
 
@@ -367,6 +378,50 @@ def dense_attention(q, k, v, where: Where, execution: Execution, position: int):
     return save_as("context", position, jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K))
 
 
+def block_scores(window: int | None, q_GRQK, k_GTK, places):
+    """fp32 [G, R, Q, T]. The R heads of a key's group and the block's queries are rows of one matrix."""
+    G, R, Q, K = q_GRQK.shape
+    scores = jnp.einsum("gqk,gtk->gqt", q_GRQK.reshape(G, R * Q, K), k_GTK, preferred_element_type=jnp.float32)
+    return jnp.where(visible(*places, window), scores.reshape(G, R, Q, -1), MASKED)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend_block(position: int, window: int | None, q_GRQK, k_GTK, v_GTK, places):
+    """Attention of one block of queries to the keys given; `places`: the first four of `Where`, of this sequence.
+
+    The backward pass makes the probabilities again from the logsumexp of each row, in one pass over the scores, and
+    needs no sum over them: that of probs * dprobs is the product of out and dout. Source: FlashAttention 2.
+    """
+    return _attend_block_fwd(position, window, q_GRQK, k_GTK, v_GTK, places)[0]
+
+
+def _attend_block_fwd(position, window, q_GRQK, k_GTK, v_GTK, places):
+    scores = block_scores(window, q_GRQK, k_GTK, places)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    exps = jnp.exp(scores - peak)
+    total = jnp.sum(exps, axis=-1, keepdims=True)
+    exps = exps.astype(v_GTK.dtype).reshape(q_GRQK.shape[0], -1, exps.shape[-1])
+    out = jnp.einsum("gqt,gtk->gqk", exps, v_GTK, preferred_element_type=jnp.float32).reshape(q_GRQK.shape) / total
+    out = save_as("context", position, out.astype(v_GTK.dtype))
+    lse = save_as("lse", position, peak + jnp.log(total))
+    return out, (q_GRQK, k_GTK, v_GTK, places, out, lse)
+
+
+def _attend_block_bwd(position, window, residuals, dout_GRQK):
+    q_GRQK, k_GTK, v_GTK, places, out_GRQK, lse = residuals
+    q, dout = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q_GRQK, dout_GRQK))  # [G, R*Q, K]
+    probs = jnp.exp(block_scores(window, q_GRQK, k_GTK, places) - lse)
+    dprobs = jnp.einsum("gqk,gtk->gqt", dout, v_GTK, preferred_element_type=jnp.float32).reshape(probs.shape)
+    mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1, keepdims=True)
+    dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(*q.shape[:2], -1)
+    dv_GTK = jnp.einsum("gqt,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
+    dq_GRQK = jnp.einsum("gqt,gtk->gqk", dscores, k_GTK).reshape(q_GRQK.shape)
+    return dq_GRQK, jnp.einsum("gqt,gqk->gtk", dscores, q), dv_GTK, None
+
+
+attend_block.defvjp(_attend_block_fwd, _attend_block_bwd)
+
+
 def blockwise_attention(q, k, v, where: Where, execution: Execution, position: int):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
@@ -382,51 +437,49 @@ def blockwise_attention(q, k, v, where: Where, execution: Execution, position: i
         span = S
     n_ranges = min(UNROLLED, -(-T // block))
     ends = [T * (i + 1) // n_ranges for i in range(n_ranges)]
+    attend_keys = partial(attend_block, position, where.window)
 
-    def one_block(q_GRQK, q_pos, q_segment, k_GTK, v_GTK, k_pos, k_segment):
-        n = q_pos.shape[0]
-        mask = visible(q_pos, k_pos, q_segment, k_segment, where.window)
-        q_rows = q_GRQK.reshape(G, R * n, K)  # R and the block's queries are rows of one matrix
-        scores = jnp.einsum("gqk,gtk->gqt", q_rows, k_GTK, preferred_element_type=jnp.float32)
-        scores = jnp.where(mask, scores.reshape(G, R, n, -1), MASKED)
-        probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(G, R * n, -1)
-        return jnp.einsum("gqt,gtk->gqk", probs, v_GTK).reshape(G, R, n, K)
-
-    def one_block_up_to_its_last_key(q_GRQK, q_pos, q_segment, k_GTK, v_GTK, k_pos, k_segment):
+    def attend_keys_up_to_the_last_visible(q_GRQK, k_GTK, v_GTK, places):
         def with_keys(end, q_GRQK, k_GTK, v_GTK):
-            keys = k_GTK[:, :end], v_GTK[:, :end], k_pos[:end], part(k_segment, 0, end)
-            return one_block(q_GRQK, q_pos, q_segment, *keys)
+            q_pos, k_pos, q_segment, k_segment = places
+            seen = q_pos, k_pos[:end], q_segment, part(k_segment, 0, end)
+            return attend_keys(q_GRQK, k_GTK[:, :end], v_GTK[:, :end], seen)
 
-        first_enough = jnp.sum(jnp.max(q_pos) >= jnp.array(ends))
+        first_enough = jnp.sum(jnp.max(places[0]) >= jnp.array(ends))
         branches = [partial(jax.checkpoint(with_keys, static_argnums=0), end) for end in ends]  # or each saves for all
         return lax.switch(first_enough, branches, q_GRQK, k_GTK, v_GTK)
 
-    attend_block = one_block if where.offset is not None else one_block_up_to_its_last_key
+    attend = attend_keys if where.offset is not None else attend_keys_up_to_the_last_visible
+    outputs = jax.checkpoint_policies.save_only_these_names(f"context{position}", f"lse{position}")
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, policy=outputs)  # and neither scores nor the slices of k and v
     def one_sequence(args):
         q_GRSK, k_GTK, v_GTK, q_segment, k_segment = args
         out = []
         for start in range(0, S, span):
             stop = min(start + span, S)
             low, high = key_range(start, stop, T, where)
+            k_part, v_part, k_pos = k_GTK[:, low:high], v_GTK[:, low:high], where.k_pos[low:high]
+
+            def of_queries(args):
+                q_GRQK, q_pos, q_segment = args
+                return attend(q_GRQK, k_part, v_part, (q_pos, k_pos, q_segment, part(k_segment, low, high)))  # noqa: B023
+
             queries = (q_GRSK[:, :, start:stop], where.q_pos[start:stop], part(q_segment, start, stop))
-            keys = (k_GTK[:, low:high], v_GTK[:, low:high], where.k_pos[low:high], part(k_segment, low, high))
             if stop - start <= block or (stop - start) % block:
-                out.append(attend_block(*queries, *keys))
+                out.append(of_queries(queries))
                 continue
             n = (stop - start) // block
             blocks = [
                 None if x is None else jnp.stack(jnp.split(x, n, axis))
                 for x, axis in zip(queries, (2, 0, 0), strict=True)
             ]
-            mapped = lax.map(lambda x: jax.checkpoint(attend_block)(*x, *keys), tuple(blocks))  # noqa: B023
-            out.append(jnp.concatenate(list(mapped), axis=2))
+            out.append(jnp.concatenate(list(lax.map(of_queries, tuple(blocks))), axis=2))
         return jnp.concatenate(out, axis=2)
 
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
     out_BGRSK = lax.map(one_sequence, (*heads_first, where.q_segment, where.k_segment))
-    return save_as("context", position, out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K))
+    return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
 
 
 def part(x, start: int, stop: int):
@@ -437,7 +490,8 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
     """Keys [low, high) that queries [start, stop) can see, as far as that is known before running."""
     if where.offset is None:
         return 0, n_keys
-    low = 0 if where.window is None else max(0, start + where.offset - (where.window - 1))
+    first = 0 if where.window is None else max(0, start + where.offset - (where.window - 1))
+    low = first // 16 * 16  # rows of a multiple of 16 keys are faster than those of a window less one
     return low, min(n_keys, stop + where.offset)
 
 

@@ -1,11 +1,14 @@
-"""Time one training step (forward, backward, clip, AdamW) against transformers' Olmo3ForCausalLM + torch on this CPU.
+"""Time one training step on this CPU against transformers' Olmo3ForCausalLM + torch, and against OLMo-core's own step.
 
     python tests/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--set attention_block=256 ...]
 
 Two models: the quick start's, read from configs/, and one of 12.6 million parameters (d256 L8 H8 F1024 V8192 S1024,
-window 256, batch 4). Both sides do the same work in fp32: the same random tokens, the loss over every label, clipping
-by the global norm, AdamW; torch with SDPA attention, no dropout, and fused AdamW where this torch has it for the CPU.
-They take turns, round by round, so that a busy machine slows both. Prints a table and, last, one line of JSON.
+window 256, batch 4). All do the same work in fp32: the same random tokens, forward and backward, the loss over every
+label, clipping by the global norm, AdamW. transformers with SDPA attention, no dropout, and fused AdamW where this torch
+has it for the CPU; OLMo-core with its olmo3_7B config made small, its torch attention (the one that runs on a CPU) and
+its SkipStepAdamW. They take turns, round by round, so that a busy machine slows all. Prints a table, whose ratios are
+ours to theirs, and, last, one line of JSON.
+Where malloc asks for huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command), fresh memory costs less.
 Needs requirements-dev.txt.
 """
 
@@ -26,11 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import torch
 import transformers
 
 import model
 import train
+
+torch.set_num_threads(os.cpu_count())  # parity.py, whose tensors are tiny, has set 1
 
 MODELS = {  # --set overrides of configs/quickstart.yaml
     "quickstart": [],
@@ -65,7 +71,7 @@ def our_step(c: train.Config, tokens: np.ndarray):
     return one
 
 
-def torch_step(c: train.Config, tokens: np.ndarray):
+def transformers_step(c: train.Config, tokens: np.ndarray):
     """The same with transformers and torch. Their labels are shifted inside the model."""
     m = c.model
     kinds = {"s": "sliding_attention", "f": "full_attention"}
@@ -110,12 +116,32 @@ def torch_step(c: train.Config, tokens: np.ndarray):
     return one
 
 
+def olmo_core_step(c: train.Config, tokens: np.ndarray):
+    """OLMo-core's own: its TransformerTrainModule, with gradients of all rows at once."""
+    params = jax.tree.map(np.asarray, model.init_params(c.model, 0))
+    theirs = parity.OlmoCore(c, params, microbatch=len(tokens))
+    ids = torch.from_numpy(tokens).long()
+
+    def one() -> float:
+        theirs.trainer.global_step += 1
+        theirs.module.zero_grads()
+        theirs.module.train_batch({"input_ids": ids})
+        theirs.module.optim_step()
+        return theirs.metrics["CE loss"]
+
+    return one
+
+
 def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
     """Tokens/s of both, in turns; the ratio is ours / theirs, so more than 1 means that ours is faster."""
     c = train.load_config("quickstart.yaml", "cpu", MODELS[name] + overrides)
     shape = (c.data.global_batch, c.data.sequence_length)
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape).astype(np.int32)
-    contestants = {"ours": our_step(c, tokens), "torch": torch_step(c, tokens)}
+    contestants = {
+        "ours": our_step(c, tokens),
+        "transformers": transformers_step(c, tokens),
+        "olmo_core": olmo_core_step(c, tokens),
+    }
     first_losses = {who: [one() for _ in range(2)][0] for who, one in contestants.items()}  # compilation, warm-up
     speeds = {who: [] for who in contestants}
     for _ in range(rounds):
@@ -124,17 +150,18 @@ def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
             for _ in range(steps):
                 one()
             speeds[who].append(tokens.size * steps / (time.perf_counter() - start))
-    ratios = [a / b for a, b in zip(speeds["ours"], speeds["torch"], strict=True)]
     median = {who: statistics.median(s) for who, s in speeds.items()}
+    ratios = {}
+    for who in ("transformers", "olmo_core"):
+        each = [a / b for a, b in zip(speeds["ours"], speeds[who], strict=True)]
+        ratios[who] = {"median": statistics.median(each), "min": min(each), "max": max(each)}
     return {
         "model": name,
         "parameters": model.parameter_count(c.model),
         "batch": shape,
         "first_loss": first_losses,
         "tokens_per_second": {who: round(s) for who, s in median.items()},
-        "ratio": round(median["ours"] / median["torch"], 3),
-        "ratio_min": round(min(ratios), 3),
-        "ratio_max": round(max(ratios), 3),
+        "ratio": {who: {key: round(x, 3) for key, x in r.items()} for who, r in ratios.items()},
         "settings": {key: getattr(c.hardware, key) for key in ("microbatch", "attention_block", "loss_chunk")},
     }
 
@@ -147,12 +174,15 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     args = parser.parse_args()
     results = []
-    print(f"{'model':<12}{'ours tok/s':>12}{'torch tok/s':>13}{'ratio':>8}{'min':>8}{'max':>8}")
+    print(f"{'model':<12}{'ours tok/s':>11}{'transformers':>14}{'ratio (min-max)':>20}{'OLMo-core':>11}"
+          f"{'ratio (min-max)':>20}")  # fmt: skip
     for name in args.model:
         r = compare(name, args.set, args.rounds, args.steps)
         speed = r["tokens_per_second"]
+        spread = {who: f"{x['median']:.2f} ({x['min']:.2f}-{x['max']:.2f})" for who, x in r["ratio"].items()}
         print(
-            f"{name:<12}{speed['ours']:>12}{speed['torch']:>13}{r['ratio']:>8}{r['ratio_min']:>8}{r['ratio_max']:>8}",
+            f"{name:<12}{speed['ours']:>11}{speed['transformers']:>14}{spread['transformers']:>20}"
+            f"{speed['olmo_core']:>11}{spread['olmo_core']:>20}",
             flush=True,
         )
         results.append(r)
