@@ -265,7 +265,7 @@ MUTANTS = [Mutant(*row) for row in (
     ("positions not exchanged", "swap_with_mirror(positions_S[None])[0]", "positions_S", CONTEXT),
     ("documents not exchanged", "swap_with_mirror(segments_BS) if segments", "segments_BS if segments", CONTEXT),
     ("outputs not exchanged back", "swap_with_mirror(attention(", "(attention(", CONTEXT),
-    ("range of keys one short", "jnp.max(q_pos) >= ", "jnp.max(q_pos) > ", "1 1 8 1  block 1, unchecked"),
+    ("range of keys one short", "jnp.max(places[0]) >= ", "jnp.max(places[0]) > ", "1 1 8 1  block 1, unchecked"),
     ("labels of one context shard in the divisor", 'dtype=jnp.int32), (*BATCH_AXES, "context"))',
      "dtype=jnp.int32), BATCH_AXES)", CONTEXT, steps),
     ("gradient norm of a device's own shards", NORM, "jnp.sum(jnp.square(g))", FULL, steps),
