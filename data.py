@@ -493,18 +493,18 @@ def repetition_filtered(tokens: np.ndarray, max_period: int = 13, min_times: int
     in the rows before and after. m consecutive matches tokens[i] == tokens[i-p] are a span of m + p tokens, that is
     (m + p) // p times the pattern; as m >= 2p - 1 always covers a whole row, its rows miss no span of three times or
     more, and its padding row keeps the end from matching the start. So, with min_times >= 3, the decision is exactly:
-    for some p there are (min_times - 1) * p matches in a row."""
+    for some p there are (min_times - 1) * p matches in a row. Such a run holds two neighbours of a grid half as wide,
+    and few rows have two neighbours there that match: only those are looked at whole."""
     assert min_times >= 3
-    found = np.zeros(tokens.shape[:-1], bool)
-    for period in range(1, max_period + 1):
-        run, need = 1, (min_times - 1) * period
-        run_starts = tokens[..., period:] == tokens[..., :-period]  # here starts a run of at least `run` matches
-        while run < need and run_starts.any():
-            step = min(run, need - run)
-            run_starts = run_starts[..., step:] & run_starts[..., :-step]
-            run += step
-        found |= run_starts.any(-1)
-    return found
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    found = np.zeros(len(rows), bool)
+    for period in range(1, min(max_period, rows.shape[1] // min_times) + 1):
+        need = (min_times - 1) * period
+        grid = rows[:, period :: need // 2] == rows[:, : -period : need // 2]
+        for i in np.flatnonzero((grid[:, 1:] & grid[:, :-1]).any(-1) & ~found):
+            breaks = np.flatnonzero(rows[i, period:] != rows[i, :-period])
+            found[i] = np.diff(np.concatenate([[-1], breaks, [rows.shape[1] - period]])).max() > need
+    return found.reshape(tokens.shape[:-1])
 
 
 def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig) -> dict:

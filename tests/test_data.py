@@ -299,25 +299,18 @@ def test_held_out_covers_everything_once(corpus):
 
 
 def literal_filter(tokens, max_period=13, min_times=32) -> bool:
-    """OLMo-core's algorithm as it is described: rows of p, at least one padding, partial matches around."""
+    """OLMo-core's algorithm in plain numpy: rows of p and a padding, groups of rows that equal the row before, and what
+    matches in the rows around them."""
     tokens = np.asarray(tokens, np.int64)
     for p in range(1, min(max_period, len(tokens) // 3) + 1):
         rows = np.concatenate([tokens, np.full(p - len(tokens) % p, -1)]).reshape(-1, p)
         equal = rows == np.roll(rows, 1, axis=0)
-        r = 0
-        while r < len(rows):
-            if not equal[r].all():
-                r += 1
-                continue
-            first = r
-            while equal[r].all():
-                r += 1
-            start, end = (first - 1) * p, r * p
-            while start > 0 and equal[first - 1][(start - 1) % p] and start > (first - 2) * p:
-                start -= 1
-            end += int(np.argmin(equal[r]))  # row r is not all equal: the leading matches
-            times = (end - start) // p
-            if times > 2 and times >= min_times:
+        whole = np.flatnonzero(equal.all(axis=1))
+        for group in np.split(whole, np.flatnonzero(np.diff(whole) != 1) + 1) if len(whole) else ():
+            first, last = group[[0, -1]]
+            start = (first - 1) * p - np.argmin(equal[first - 1, ::-1])
+            end = (last + 1) * p + np.argmin(equal[last + 1])
+            if (end - start) // p >= max(3, min_times):
                 return True
     return False
 
@@ -367,6 +360,18 @@ def test_filter_threshold_and_wrap_around():
     assert not data.repetition_filtered(wrapping)
     batch = np.stack([wrapping, np.zeros_like(other), other])
     assert data.repetition_filtered(batch).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 13])
+def test_filter_finds_a_run_wherever_it_stands(period):
+    """A sample of positions that a run of exactly 32 times falls between, or one that takes 32 times less one token."""
+    length = 32 * period
+    rows = np.arange(1000) + np.zeros((1000 - length, 1), int)
+    for times_32, tokens in ((True, length), (False, length - 1)):
+        planted_rows = rows.copy()
+        for start, row in enumerate(planted_rows):
+            row[start : start + tokens] = -1 - np.arange(tokens) % period
+        assert (data.repetition_filtered(planted_rows) == times_32).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
