@@ -181,6 +181,60 @@ def test_processes_build_the_order_once(tmp_path):
     assert len(data.epoch_order("olmo_core", 200_000, 1, 1, tmp_path)) == 200_000
 
 
+def test_order_verb(corpus, tmp_path, capsys):
+    """A file that is some permutation, but not this epoch's, passes; the verb builds another file than the loader's."""
+    arguments = ["order", corpus, "--order-dir", str(tmp_path), "--seed", "7", "--epoch", "2"]
+    assert data.main(arguments) == 0
+    built = json.loads(capsys.readouterr().out)
+    path = Path(built["order"])
+    assert (built["done"], built["instances"], built["bytes"]) == ("built", 23, 92)
+    np.testing.assert_array_equal(np.fromfile(path, "<u4"), np.random.default_rng(9).permutation(23))
+    data.open_data(config(corpus), order_dir=tmp_path).instances_at(20)  # of epoch 2
+    assert list(tmp_path.glob("*.npy")) == [path]
+    assert data.main(arguments) == 0 and json.loads(capsys.readouterr().out)["done"] == "checked"
+    order = np.fromfile(path, "<u4")
+    order[[20, 21]] = order[[21, 20]]
+    order.tofile(path)
+    assert data.main(arguments) == 2
+    assert f"got instance {order[20]} at position 20, expected {order[21]}; fix: delete it" in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:-4])
+    assert data.main(arguments) == 2 and "got 88 bytes, expected 92" in capsys.readouterr().err
+    assert data.main([*arguments, "--epoch", "0"]) == 2 and "got 7, 0, expected" in capsys.readouterr().err
+
+
+def test_progress_of_a_shuffle(monkeypatch, capsys):
+    """A bar that stands still for the minute that a large order takes, runs backwards, or never ends; another order."""
+    bars = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.n, self.seen = 0, [0]
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n):
+            self.n += n
+            self.seen.append(self.n)
+
+    monkeypatch.setattr(data, "tqdm", Bar)
+    half_done = np.arange(100_000)
+    half_done[40_000:] = 0
+    with data.shuffle_progress(half_done):
+        deadline = time.monotonic() + 20
+        while not (bars and len(bars[0].seen) > 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen = bars[0].seen[1:]
+    assert len(seen) > 1 and all(abs(n - 60_000) < 100 for n in seen) and bars[0].n == 100_000
+    monkeypatch.setattr(data, "ORDER_PROGRESS", 1000)
+    np.testing.assert_array_equal(data.olmo_core_permutation(1000, 3, 2), np.random.default_rng(5).permutation(1000))
+    assert bars[1].n == 1000 and "building the order of 1,000 instances" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
