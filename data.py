@@ -711,6 +711,29 @@ def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> 
     return BatchSource(index, config, root, order_dir, rows, states)
 
 
+class TokenCheck:
+    """Looks at the tokens a run begins with, and says once what is odd about the first million: no EOS, padding."""
+
+    def __init__(self, index: Index, mask_token: int | None):
+        self.index, self.mask_token, self.tokens, self.eos, self.pad = index, mask_token, 0, 0, 0
+
+    def __call__(self, tokens: np.ndarray) -> list[str]:
+        if self.tokens >= EOS_WITHIN:
+            return []
+        eos_id, pad_id = self.index.eos_id, self.index.pad_id
+        self.tokens += tokens.size
+        self.eos += np.count_nonzero(tokens == eos_id)
+        self.pad += 0 if pad_id is None else np.count_nonzero(tokens == pad_id)
+        messages, first = [], f"the first {self.tokens:,} tokens"
+        if self.tokens >= EOS_WITHIN and self.eos == 0:
+            messages.append(f"WARNING: EOS {eos_id} is in none of {first}; another tokenizer?")
+        if self.tokens >= EOS_WITHIN and self.pad > PAD_FRACTION * self.tokens:
+            share = f"{self.pad / self.tokens:.1%} of {first} are padding ({pad_id})"
+            masked = pad_id == self.mask_token
+            messages.append(f"{share}, without loss" if masked else f"WARNING: {share}; fix: data.mask_token={pad_id}")
+        return messages
+
+
 class EvaluationBatches:
     """Instances of a held-out index in order, each once: `len` batches of one shape, as `finish_batch` makes them.
 

@@ -1084,6 +1084,24 @@ def test_verify_looks_at_ids(tmp_path):
     assert bad.returncode == 2 and "2 ids are not below 97, the first {'offset': 4000, 'id': 97}" in bad.stderr
 
 
+def test_first_tokens_are_looked_at(corpus, monkeypatch):
+    """No EOS, or padding that nothing masks, in the tokens that training begins with (OLMo #757); said at every step."""
+    monkeypatch.setattr(data, "EOS_WITHIN", 100)
+    index = data.load_index(corpus)
+    padded = np.where(np.arange(64).reshape(4, 16) % 16, 5, PAD_ID)
+    check = data.TokenCheck(index, None)
+    assert check(padded) == []
+    assert check(padded) == [
+        "WARNING: EOS 90 is in none of the first 128 tokens; another tokenizer?",
+        "WARNING: 6.2% of the first 128 tokens are padding (91); fix: data.mask_token=91",
+    ]
+    assert check(padded) == []
+    padded[0, 5] = EOS_ID
+    check = data.TokenCheck(index, PAD_ID)
+    assert check(np.tile(padded, 2)) == ["6.2% of the first 128 tokens are padding (91), without loss"]
+    assert data.TokenCheck(dataclasses.replace(index, pad_id=None), None)(np.full(200, EOS_ID)) == []
+
+
 def test_usage_errors(tmp_path, corpus):
     """A traceback, or exit 0, for what a person mistyped; an example in the help that argparse cannot read."""
     for arguments, message in [
