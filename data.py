@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import base64
 import bisect
 import contextlib
 import copy
@@ -81,6 +82,7 @@ TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 READ_BYTES = 2**20
 ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
 SCAN_TOKENS = 2**22  # tokens that `verify --ids` looks at at once
+ORDER_PROGRESS = 10_000_000  # instances: one second of shuffling
 EOS_WITHIN = 1_000_000  # `verify --ids` warns about a file of this many tokens without one EOS
 PAD_FRACTION = 0.01  # ... and about one with more padding than this
 THREADS = 32  # files looked at at once: on a mounted bucket each look is a round trip
@@ -427,6 +429,11 @@ def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) ->
 # Order
 
 
+def order_path(order_dir: str | os.PathLike, n: int, seed: int, epoch: int) -> Path:
+    """OLMo-core's own name and format (data_loader.py:_global_indices_file): its files can be used here and vice versa."""
+    return local_path(order_dir) / f"global_indices_dataset_size{n}_epoch{epoch}_seed{seed}_v1.npy"
+
+
 def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.PathLike | None):
     """The permutation of 0..n-1 of an epoch (from 1), to be indexed with an array of positions.
 
@@ -442,8 +449,7 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
         raise DataError(f"order: got {kind!r}, expected olmo_core, feistel or sequential")
     if order_dir is None:
         return olmo_core_permutation(n, seed, epoch)
-    # OLMo-core's own name and format (data_loader.py:_global_indices_file): its files can be used here and vice versa.
-    path = local_path(order_dir) / f"global_indices_dataset_size{n}_epoch{epoch}_seed{seed}_v1.npy"
+    path = order_path(order_dir, n, seed, epoch)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
@@ -457,14 +463,41 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
 
 
 def olmo_core_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """uint32 [n]: OLMo-core data/data_loader.py:_build_global_indices, chunk size 1."""
+    """uint32 [n]: OLMo-core data/data_loader.py:_build_global_indices, chunk size 1. About a minute and 2.7 GiB for the
+    724 million instances of stage 1."""
     instances = np.arange(n, dtype="<u4")
-    np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(instances)
+    with shuffle_progress(instances) if n >= ORDER_PROGRESS else contextlib.nullcontext():
+        np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(instances)
     return instances
 
 
+@contextlib.contextmanager
+def shuffle_progress(instances: np.ndarray) -> Iterator[None]:
+    """A bar while numpy shuffles arange(n), one call that tells nothing but lets other threads run. It goes from the last
+    place to the first and leaves many of those still ahead of it as they were: the last such place says how far it is."""
+    n, done = len(instances), threading.Event()
+    places = np.arange(0, n, max(1, n // 4096))
+
+    def watch():
+        with tqdm(total=n, desc="order", unit="instance", unit_scale=True, disable=None) as progress:
+            while not done.wait(0.5):
+                as_they_were = places[instances[places] == places]
+                progress.update(max(0, n - int(as_they_were.max(initial=0)) - progress.n))
+            progress.update(n - progress.n)
+
+    print(f"data.py: building the order of {n:,} instances", file=sys.stderr)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
 class FeistelOrder:
-    """A permutation computed entry by entry (Grain's index shuffle, 5 us each), without memory."""
+    """A permutation computed entry by entry, without memory. Grain's index shuffle takes one number a call: 7 us each, so
+    4 ms for the 512 rows of a batch, and it has no form that takes an array."""
 
     def __init__(self, n: int, seed: int, epoch: int):
         import grain  # imports jax: 0.8 s that tokenise and index need not spend
@@ -493,18 +526,18 @@ def repetition_filtered(tokens: np.ndarray, max_period: int = 13, min_times: int
     in the rows before and after. m consecutive matches tokens[i] == tokens[i-p] are a span of m + p tokens, that is
     (m + p) // p times the pattern; as m >= 2p - 1 always covers a whole row, its rows miss no span of three times or
     more, and its padding row keeps the end from matching the start. So, with min_times >= 3, the decision is exactly:
-    for some p there are (min_times - 1) * p matches in a row."""
+    for some p there are (min_times - 1) * p matches in a row. Such a run holds two neighbours of a grid half as wide,
+    and few rows have two neighbours there that match: only those are looked at whole."""
     assert min_times >= 3
-    found = np.zeros(tokens.shape[:-1], bool)
-    for period in range(1, max_period + 1):
-        run, need = 1, (min_times - 1) * period
-        run_starts = tokens[..., period:] == tokens[..., :-period]  # here starts a run of at least `run` matches
-        while run < need and run_starts.any():
-            step = min(run, need - run)
-            run_starts = run_starts[..., step:] & run_starts[..., :-step]
-            run += step
-        found |= run_starts.any(-1)
-    return found
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    found = np.zeros(len(rows), bool)
+    for period in range(1, min(max_period, rows.shape[1] // min_times) + 1):
+        need = (min_times - 1) * period
+        grid = rows[:, period :: need // 2] == rows[:, : -period : need // 2]
+        for i in np.flatnonzero((grid[:, 1:] & grid[:, :-1]).any(-1) & ~found):
+            breaks = np.flatnonzero(rows[i, period:] != rows[i, :-period])
+            found[i] = np.diff(np.concatenate([[-1], breaks, [rows.shape[1] - period]])).max() > need
+    return found.reshape(tokens.shape[:-1])
 
 
 def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig) -> dict:
@@ -677,6 +710,29 @@ def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> 
         raise DataError(faults[0] + more)
     states = {file.path: (file.bytes, time) for file, (_, time) in zip(index.files, found, strict=True)}
     return BatchSource(index, config, root, order_dir, rows, states)
+
+
+class TokenCheck:
+    """Looks at the tokens a run begins with, and says once what is odd about the first million: no EOS, padding."""
+
+    def __init__(self, index: Index, mask_token: int | None):
+        self.index, self.mask_token, self.tokens, self.eos, self.pad = index, mask_token, 0, 0, 0
+
+    def __call__(self, tokens: np.ndarray) -> list[str]:
+        if self.tokens >= EOS_WITHIN:
+            return []
+        eos_id, pad_id = self.index.eos_id, self.index.pad_id
+        self.tokens += tokens.size
+        self.eos += np.count_nonzero(tokens == eos_id)
+        self.pad += 0 if pad_id is None else np.count_nonzero(tokens == pad_id)
+        messages, first = [], f"the first {self.tokens:,} tokens"
+        if self.tokens >= EOS_WITHIN and self.eos == 0:
+            messages.append(f"WARNING: EOS {eos_id} is in none of {first}; another tokenizer?")
+        if self.tokens >= EOS_WITHIN and self.pad > PAD_FRACTION * self.tokens:
+            share = f"{self.pad / self.tokens:.1%} of {first} are padding ({pad_id})"
+            masked = pad_id == self.mask_token
+            messages.append(f"{share}, without loss" if masked else f"WARNING: {share}; fix: data.mask_token={pad_id}")
+        return messages
 
 
 class EvaluationBatches:
@@ -936,6 +992,86 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         raise DataError(f"{path}: not a tokenizer.json ({e})") from e
 
 
+# dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
+DOLMA2_SPECIAL = {
+    "<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
+    "<|im_start|>": 100264, "<|im_end|>": 100265, "<|endofprompt|>": 100276, "<|pad|>": 100277,
+}  # fmt: skip
+DOLMA2_ADDED = {
+    "|||PHONE_NUMBER|||": 100261, "|||EMAIL_ADDRESS|||": 100262, "|||IP_ADDRESS|||": 100263,
+    "<|extra_id_0|>": 100256, **{f"<|extra_id_{i}|>": 100265 + i for i in range(1, 11)},
+}  # fmt: skip
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+CL100K_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def last_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """For each token of several bytes, by rank, the two that tiktoken joins last to make it. tiktoken keeps ranks alone
+    and joins the pair of the lowest rank; a tokenizer.json wants the pairs."""
+    for token in sorted(ranks, key=ranks.get):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            i = joined.index(min(joined))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]
+
+
+def dolma2_tokenizer(ranks: dict[bytes, int]) -> bytes:
+    """OLMo 3's tokenizer.json, as Ai2's packages hold it, byte for byte, from the ranks of cl100k_base."""
+    # How byte-level BPE spells bytes: printable ones as themselves, the others as the letters from U+0100 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters = {b: chr(b) for b in sorted(printable)}
+    letters |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - printable))}
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[b] for b in token)
+
+    added = sorted((DOLMA2_SPECIAL | DOLMA2_ADDED).items(), key=lambda item: item[1])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    split = {"type": "Split", "pattern": {"Regex": CL100K_PATTERN}, "behavior": "Removed", "invert": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": t} | plain | {"special": t in DOLMA2_SPECIAL} for t, i in added],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {spell(token): ranks[token] for token in sorted(ranks, key=ranks.get)} | dict(added),
+            "merges": [f"{spell(a)} {spell(b)}" for a, b in last_merges(ranks)],
+        },
+    }
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def make_tokenizer(args: argparse.Namespace) -> dict:
+    with tqdm(disable=True) as progress:
+        content = b"".join(read_bytes(expand([args.ranks], (".tiktoken", ".tiktoken.gz"))[0], progress))
+    if (sha256 := hashlib.sha256(content).hexdigest()) != CL100K_SHA256:
+        raise DataError(f"{args.ranks}: got sha256 {sha256}, expected cl100k_base's {CL100K_SHA256}; fix: another file")
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
+    tokenizer = dolma2_tokenizer(ranks)
+    with replacing(local_path(args.out)) as f:
+        f.write(tokenizer)
+    known = {"vocab_size": len(ranks) + len(DOLMA2_SPECIAL | DOLMA2_ADDED), "eos_id": DOLMA2_SPECIAL[EOS]}
+    return {"out": args.out} | known | {"pad_id": DOLMA2_SPECIAL[PAD], "sha256": hashlib.sha256(tokenizer).hexdigest()}
+
+
 def tokenize(args: argparse.Namespace) -> dict:
     files = expand(args.inputs, TEXT_SUFFIXES)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -1103,6 +1239,27 @@ def verify(args: argparse.Namespace) -> dict:
         if scan["pad"] > PAD_FRACTION * scan["tokens"]:
             warn(f"{scan['file']}: {scan['pad']} of {scan['tokens']} tokens are padding ({index.pad_id})")
     return {"index": args.index} | summarise(index) | ({"ids": scans} if args.ids else {})
+
+
+def check_order(args: argparse.Namespace) -> dict:
+    """Builds the order file of an epoch, or compares the one that is there with a fresh build; memory for one of them."""
+    n, seed, epoch = load_index(args.index).instances, args.seed, args.epoch
+    if seed < 0 or epoch < 1:
+        raise DataError(f"--seed, --epoch: got {seed}, {epoch}, expected >= 0, >= 1")
+    path = order_path(args.order_dir, n, seed, epoch)
+    was_there = path.exists()
+    epoch_order("olmo_core", n, seed, epoch, args.order_dir)
+    if was_there:
+        fresh = olmo_core_permutation(n, seed, epoch)
+        for i, there in enumerate(read_tokens(path, np.dtype("<u4"), SCAN_TOKENS)):
+            expected = fresh[i * SCAN_TOKENS : (i + 1) * SCAN_TOKENS]
+            if len(bad := np.flatnonzero(there != expected)):
+                got = (
+                    f"got instance {there[bad[0]]} at position {i * SCAN_TOKENS + bad[0]}, expected {expected[bad[0]]}"
+                )
+                raise DataError(f"{path}: {got}; fix: delete it, it will be built again")
+    done = {"order": str(path), "done": "checked" if was_there else "built"}
+    return done | {"instances": n, "seed": seed, "epoch": epoch, "bytes": 4 * n}
 
 
 def show(args: argparse.Namespace) -> dict:
@@ -1506,6 +1663,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--workers", type=int, help="threads (default: all cores); the result does not depend on it")
     p.add_argument("--overwrite", action="store_true", help="replace the shards in the output folder")
 
+    p = verb("tokenizer", "OLMo 3's own tokenizer.json (dolma2), from the ranks of cl100k_base.",
+             "python data.py tokenizer cl100k_base.tiktoken --out data/dolma2/tokenizer.json")  # fmt: skip
+    p.add_argument("ranks", metavar="RANKS", help="cl100k_base.tiktoken, or that with .gz")
+    p.add_argument("--out", required=True, help="the tokenizer.json to write")
+
     p = verb("urls", "What a mix needs, one URL, tab and relative path a line; or as a downloader takes it.",
              "python data.py urls --mix mix.txt --base https://olmo-data.org --tokenizer allenai/dolma3-tokenizer "
              "--for wget")  # fmt: skip
@@ -1539,6 +1701,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--ids", action="store_true",
                    help="read everything: ids, EOS and padding by file; warns about 1M tokens (or data) without EOS "
                    "and about more than 1%% padding")  # fmt: skip
+
+    p = verb("order", "Build an epoch's olmo_core order ahead of a run, or check the file that is there; exit 2 if bad.",
+             "python data.py order data/quickstart/train.json --order-dir runs/quickstart/order")  # fmt: skip
+    p.add_argument("index", metavar="INDEX")
+    p.add_argument("--order-dir", required=True, help="where the file is; train.py looks in RUN_DIR/order")
+    p.add_argument("--seed", type=int, default=34521, help="default: %(default)s, as Ai2")
+    p.add_argument("--epoch", type=int, default=1, help="from 1 (default: %(default)s)")
 
     p = verb("audit", "Prove through the loader that an epoch holds every instance once; exit 1 if it does not.",
              "python data.py audit data/quickstart/train.json --global-batch 8 --hosts 4,2 --workers 0,2")  # fmt: skip
@@ -1591,7 +1760,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read once, when the tokenizer's threads start
             result = tokenize(args)
         else:
-            verbs = {"urls": urls, "index": make_index, "verify": verify, "audit": audit, "pack": pack, "show": show}
+            verbs = {"tokenizer": make_tokenizer, "urls": urls, "index": make_index, "verify": verify}
+            verbs |= {"order": check_order, "audit": audit, "pack": pack, "show": show}
             result = verbs[args.verb](args)
     except DataError as e:
         for line in str(e).split("\n"):

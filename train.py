@@ -1080,6 +1080,8 @@ def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | 
     """The step's numbers under Ai2's names (facts of the run; timings are added by the loop)."""
     tokens = c.data.global_batch * c.data.sequence_length
     sizes, total_tokens = tensor_sizes(c), seen * c.data.sequence_length
+    unfiltered = (c.data.global_batch - int(m["filtered"])) * (c.data.sequence_length - 1)  # labels
+    padding = 1 - int(m["labels"]) / unfiltered if c.data.mask_token is not None and unfiltered else None
     ce = float(m["ce"])
     values = {
         "train/CE loss": ce,
@@ -1088,6 +1090,7 @@ def step_metrics(m: dict, step: int, seen: int, c: Config) -> dict[str, float | 
         "train/Z loss unscaled": float(m["z_unscaled"]),
         "train/masked labels (%)": 1 - int(m["labels"]) / tokens,
         "train/masked instances (%)": int(m["filtered"]) / c.data.global_batch if c.data.repetition_filter else None,
+        "train/padding labels (%)": padding,  # ours: the share of data.mask_token in instances that were not filtered
         "optim/total grad norm": float(m["grad_norm"]),
         "optim/LR (group 0)": float(m["lr"]),
         "optim/LR (group 1)": float(m["lr"]),
@@ -1244,6 +1247,7 @@ class Run:
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
         }
+        self.token_check = data.TokenCheck(self.source.index, c.data.mask_token)
         self.tracing = False
         self.pending = None  # (step, instances seen, metrics on the device, seconds of loading) of the step in flight
         self.finished_at: float | None = None
@@ -1297,6 +1301,8 @@ class Run:
                 began = time.perf_counter()
                 batch = next(batches)
                 loading = time.perf_counter() - began
+                for message in self.token_check(batch["tokens"]):
+                    say(message)
                 on_device = to_device(batch, self.rows, self.mesh, c)
                 self.params, self.opt_state, m = step_fn(self.params, self.opt_state, on_device, np.int32(step))
                 self.seen += c.data.global_batch

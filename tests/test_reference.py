@@ -8,7 +8,10 @@ from importlib import resources
 import numpy as np
 import parity
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from olmo_core.data import DataMix, TokenizerName
+from olmo_core.data.utils import find_periodic_sequences
 
 import data
 
@@ -204,6 +207,26 @@ def test_mixes():
         counts[mix.value] = len(files)
     assert counts["OLMo-mix-0625-official"] == 1016 and counts["OLMo-midtraining-mix-0625-100B"] == 11933
     assert len(counts) == 7
+
+
+repetitions = st.tuples(
+    st.lists(st.integers(0, 3), min_size=1, max_size=14), st.sampled_from([29, 31, 32]), st.sampled_from([-1, 0, 1, 7])
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(repetitions | st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=70), st.just(1), st.just(0))))
+def test_repetition_filter_on_any_input(pieces):
+    """Catches a shortcut that is not OLMo-core's decision: repetitions about as long as the limit, that run into each
+    other, hold shorter periods or start anywhere; and one that mixes up the rows of a batch.
+    """
+    parts = [np.resize(pattern, max(0, len(pattern) * times + extra)) for pattern, times, extra in pieces]
+    tokens = np.concatenate([*parts, [9]]).astype(np.uint32)
+    found = find_periodic_sequences(tokens.astype(np.int64), max_period=13)
+    theirs = any(sequence.times >= 32 for sequence in found)
+    batch = np.stack([np.arange(len(tokens)), tokens, np.zeros(len(tokens)), tokens])
+    assert data.repetition_filtered(tokens) == theirs
+    assert data.repetition_filtered(batch).tolist() == [False, theirs, len(tokens) >= 32, theirs]
 
 
 # ------------------------------------------------------------------------------------------- learning rate and skips

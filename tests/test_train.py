@@ -263,6 +263,28 @@ def test_profile(main, tmp_path, capsys):
     assert "--profile: got -1" in capsys.readouterr().err
 
 
+def test_padding_is_reported(house, main, tmp_path, capsys, monkeypatch):
+    """A pad mask whose share no metric tells, or that counts filtered rows and last positions; data without EOS, or
+    with unmasked padding, that training takes without a word."""
+    monkeypatch.setattr(train.data, "EOS_WITHIN", 600)  # three batches of 8 x 32
+    assert main(tmp_path, "run.steps=4", "run.eval_index=null", "data.mask_token=5") == 0
+    err = capsys.readouterr().err
+    assert "is in none of" not in err and err.count("of the first") == 0  # EOS is there, and there is no pad id
+    c = train.load_config(str(house.config), "cpu", ["data.mask_token=5"])
+    source = train.data.open_data(c.data, order_dir=tmp_path / "order")
+    for row, position in zip(rows(tmp_path), range(0, 32, 8), strict=True):
+        share = np.mean(source.batch_at(position)["labels"][:, :-1] == 5)
+        assert row["train/padding labels (%)"] == pytest.approx(share) and share > 0
+        assert row["train/masked labels (%)"] == pytest.approx(1 - (1 - share) * 31 / 32)
+    m = {"labels": 2 * 31 - 6, "filtered": 6} | dict.fromkeys(("ce", "z_unscaled", "grad_norm", "lr", "skipped"), 0)
+    assert train.step_metrics(m, 1, 8, c)["train/padding labels (%)"] == pytest.approx(6 / 62)
+    assert "train/padding labels (%)" not in train.step_metrics(m | {"labels": 0, "filtered": 8}, 1, 8, c)
+
+    monkeypatch.setattr(train.data.TokenCheck, "__call__", lambda self, tokens: [f"odd: {tokens.shape}"])
+    assert main(tmp_path / "odd", "run.steps=1", "run.eval_index=null") == 0
+    assert "odd: (8, 32)" in capsys.readouterr().err
+
+
 def largest(folder: Path) -> Path:
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
