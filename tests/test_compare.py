@@ -89,6 +89,8 @@ def test_what_one_run_lacks(capsys, tmp_path):
     c = write(tmp_path / "c", [row for row in run_of() if row["step"] not in (30, 31)])
     code, report, _ = exact(capsys, c, a)
     assert code == 1 and report["only_in_b"] == {"steps": 2, "first": 30, "last": 31}
+    code, report, _ = exact(capsys, a, c)
+    assert code == 1 and report["only_in_a"] == {"steps": 2, "first": 30, "last": 31}
     d = write(tmp_path / "d", [row for row in run_of() if "eval/lm/all/CE loss" not in row])
     code, report, _ = exact(capsys, a, d)
     assert code == 1 and report["differing_quantities"] == ["eval/lm/all/CE loss"]
