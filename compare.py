@@ -145,7 +145,7 @@ def exact(args: argparse.Namespace) -> dict:
             else:
                 seen.only_in["a" if tag in a else "b"] += 1
                 delta = None
-            if delta == 0 and not args.all:
+            if delta == 0 and args.show is not None:
                 continue
             if args.show is not None and len(listed) >= args.show:
                 left_out += 1

@@ -17,6 +17,7 @@ in an epoch; a step that TensorBoard shows twice or not; a loader worker that li
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -27,6 +28,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import BATCH, House, assert_same_checkpoint, board, rows, start
@@ -57,6 +59,8 @@ CAMPAIGNS = {
 MOMENTS = {"start-up": 4.0, "restore": 0.5, "compilation": 0.5, "first step": 0.05, "step": 0.03, "save": 0.15,
            "evaluation": 0.05, "summary": 0.5}  # fmt: skip
 
+WEIGHT = {"step": 3, "save": 3, "compilation": 2, "evaluation": 2, "summary": 0.5}  # the rest: 1
+
 
 def descendants(pid: int) -> set[int]:
     try:
@@ -79,6 +83,10 @@ def seconds_until_gone(pids: set[int]) -> float:
     while any(map(alive, pids)) and time.monotonic() - began < 10 * WORKER_ENDS_WITHIN:
         time.sleep(0.05)
     return time.monotonic() - began
+
+
+def half_saves(run_dir: Path) -> set[tuple]:
+    return {(p.name, p.stat().st_ino) for p in (run_dir / "checkpoints").glob("*tmp*")}
 
 
 class Log:
@@ -148,7 +156,7 @@ class Chaos:
     def one_run(self, run_dir: Path) -> None:
         """From nothing to a complete run, with as many kills on the way as the dice give."""
         self.trained: dict[int, list[int]] = {}  # step -> instances, of the history that counts
-        self.known = 0  # newest complete checkpoint
+        self.known = 0  # newest complete checkpoint of the last start
         for attempt in range(1000):
             complete = self.attempt(run_dir, attempt)
             if complete or self.lost:
@@ -166,13 +174,15 @@ class Chaos:
         """One start; True if it came to the end of the run."""
         rng, logs = self.rng, run_dir.parent / "logs" / f"{run_dir.name}.{attempt}"
         topology, workers = rng.choice(self.campaign.topologies), rng.choice((0, 0, 1, 2))
-        moment = "end" if self.count["kills"] >= self.kills else rng.choice(self.moments)
+        moment = rng.choices(self.moments, [WEIGHT.get(m, 1) for m in self.moments])[0]
+        if self.count["kills"] >= self.kills or self.known == STEPS:
+            moment = "end"
         sent = rng.choices([[signal.SIGKILL], [signal.SIGTERM], [signal.SIGTERM] * 2], (6, 1, 1))[0]
         sets, env = self.sets(workers), []
         if moment == "compilation" and rng.random() < 0.5:
             sets, env = [*sets, "compilation_cache=null"], [("JAX_ENABLE_COMPILATION_CACHE", "false")]
         n, devices = topology
-        before = self.checkpoints(run_dir)
+        before, half_before = self.checkpoints(run_dir), half_saves(run_dir)
         began = time.monotonic()
         logs.parent.mkdir(parents=True, exist_ok=True)
         if n > 1:
@@ -204,8 +214,9 @@ class Chaos:
 
         dead = codes[victim] == -signal.SIGKILL
         after = self.checkpoints(run_dir)
+        self.known = max(after, default=0)
         place = said[victim].poll()[-1]["at"] if said[victim].entries else "start-up"
-        in_flight = any("tmp" in p.name for p in (run_dir / "checkpoints").glob("*"))
+        in_flight = bool(half_saves(run_dir) - half_before)
         self.count.update(starts=1, kills=dead, signals=len(sent) * (hit and not dead), in_flight=dead and in_flight)
         self.workers[str(workers)] += 1
         self.topologies[f"{n} x {devices}"] += 1

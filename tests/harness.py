@@ -220,7 +220,7 @@ mark(train.Checkpoints, "restore_latest", "restore")
 mark(train, "initial_state", "restore")
 mark(train.Run, "summarise", "summary")
 if __name__ == "__main__":
-    sys.exit(train.main())
+    train.exit_with(train.main())
 """
 
 
