@@ -105,6 +105,9 @@ class Log:
             self.entries += [e for e in map(json.loads, whole.splitlines()) if "at" in e]
         return self.entries
 
+    def place(self) -> str:
+        return self.poll()[-1]["at"] if self.poll() else "start-up"
+
 
 class Chaos:
     """One campaign: starts, kills and comparisons; `report` counts them, `lost` says what went wrong."""
@@ -140,7 +143,7 @@ class Chaos:
     def report(self) -> dict:
         return {
             "kills": self.count["kills"], "starts": self.count["starts"], "runs_completed": self.count["runs"],
-            "sigterms": self.count["signals"], "moments": dict(self.moment),
+            "sigterms": self.count["signals"], "killed_at": {m: n for m, n in self.moment.items() if n},
             "with_a_save_in_flight": self.count["in_flight"], "loader_workers": dict(self.workers),
             "processes_x_devices": dict(self.topologies), "steps_recomputed": self.count["recomputed"],
             "largest_delta_same_devices": self.delta, "largest_relative_ce_delta_other_devices": self.relative,
@@ -197,6 +200,7 @@ class Chaos:
         killed = processes if with_all else [processes[victim]]
         children = set().union(*(descendants(p.pid) for p in killed))
         hit = moment != "end" and processes[victim].poll() is None
+        place = said[victim].place()
         if hit:
             stop = time.monotonic()
             for s in sent:
@@ -213,14 +217,14 @@ class Chaos:
         self.account(run_dir, before, [log.poll() for log in said], errors[0])
 
         dead = codes[victim] == -signal.SIGKILL
+        place = said[victim].place() if dead else place  # after a SIGTERM it goes on
         after = self.checkpoints(run_dir)
         self.known = max(after, default=0)
-        place = said[victim].poll()[-1]["at"] if said[victim].entries else "start-up"
         in_flight = bool(half_saves(run_dir) - half_before)
         self.count.update(starts=1, kills=dead, signals=len(sent) * (hit and not dead), in_flight=dead and in_flight)
         self.workers[str(workers)] += 1
         self.topologies[f"{n} x {devices}"] += 1
-        self.moment[place] += hit and codes[victim] != 0
+        self.moment[place] += dead
         print(f"{run_dir.parent.name}, run {run_dir.name}, start {attempt}: {n} x {devices}, {workers} workers, "
               f"{[s.name for s in sent] if hit else 'no signal'} aimed at {moment}, hit {place}"
               f"{', a save in flight' if in_flight else ''}, exit codes {codes}, checkpoints {after}", file=sys.stderr)  # fmt: skip

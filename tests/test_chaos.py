@@ -17,4 +17,4 @@ def test_killed_at_every_kind_of_moment(house, campaign):
     """The same with other workers, processes and devices at every start (cases 11, 21), SIGTERM once and twice."""
     report = Chaos(house, campaign, kills=14, seed=1).run()
     assert report["lost"] == [] and report["kills"] >= 14 and report["runs_completed"] > 0, report
-    assert report["sigterms"] > 0 and len(report["moments"].keys() & MOMENTS.keys()) > 4
+    assert report["sigterms"] > 0 and len(report["killed_at"].keys() & MOMENTS.keys()) > 4
