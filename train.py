@@ -673,6 +673,9 @@ class Checkpoints:
                 "meta": ocp.JsonCheckpointHandler(),
             },
         )
+        self.step: int | None = None  # of the newest save
+        self.began: float | None = None  # while it is in flight
+        self.seconds: dict[str, float] = {}  # durations, not logged yet
 
     def save(self, step: int, params, opt_state, meta: dict) -> None:
         """Begin to write step `step`; a failure of the save before this one is raised here."""
@@ -691,6 +694,8 @@ class Checkpoints:
             opt_state=ocp.args.PyTreeSave(opt_state, save_args=opt_args),
             meta=ocp.args.JsonSave(meta),
         )
+        self.wait()
+        self.step, self.began = step, time.perf_counter()
         if not self.write(lambda: self.manager.save(step, args=items)):
             raise RunFailed(
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
@@ -741,11 +746,25 @@ class Checkpoints:
         try:
             return call()
         except Exception as e:
-            raise RunFailed(f"{self.folder}: a checkpoint could not be written: {first_line(e)}") from e
+            raise RunFailed(
+                f"{self.folder / str(self.step)}: a checkpoint could not be written: {first_line(e)}; fix: mend that and "
+                "start again, it goes on from the newest complete checkpoint"
+            ) from e
 
     def wait(self) -> None:
-        """Until the save in flight is complete."""
+        """Until the save in flight is complete; its failure is raised here."""
         self.write(self.manager.wait_until_finished)
+        if self.began is not None:
+            self.seconds["checkpoint/save_async_duration_s"] = time.perf_counter() - self.began
+            self.began = None
+
+    def durations(self) -> dict[str, float]:
+        """Seconds of what ended since the last call, under OLMo-core's names: save is what training waited for,
+        save_async what passed until the checkpoint was complete. A save that has failed is noticed here."""
+        if self.began is not None and not self.manager.is_saving_in_progress():
+            self.wait()
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def close(self) -> None:
         self.wait()
@@ -932,23 +951,40 @@ def restore_item(step_folder: Path, item: str, target):
         raise RunFailed(f"{step_folder}: {e}") from e
 
 
+# What a stage may change in its model: the precision, which rows of the softmax are padding, and YaRN for long context.
+STAGE_MAY_CHANGE = ("compute_dtype", "grad_reduce_dtype", "mask_padded_vocab", "init_std", "yarn")
+
+
+def check_same_model(then: dict, c: Config, where: str) -> None:
+    """Parameters of another model may have the same shapes: other heads, another window, another RoPE."""
+    now = science_dict(c)["model"]
+    for key in then:
+        if then[key] == now.get(key):
+            continue
+        if key not in STAGE_MAY_CHANGE:
+            raise ValueError(f"{where}: model.{key}: got {now.get(key)}, expected {then[key]} as there; fix: the config "
+                             "of a later stage keeps the model of the first")  # fmt: skip
+        say(f"model.{key} changes from {then[key]} to {now.get(key)}")
+
+
 def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
     """State of step 0: from the seed, or from another run's parameters (and prepared moments)."""
     if init_from is None:
         say(f"start: new parameters from seed {c.run.seed}")
         return init_state(c, mesh)
     source = find_checkpoint(init_from)
+    try:
+        meta = read_meta(source)
+    except DamagedCheckpoint as e:
+        raise ValueError(f"--init-from {source}: {e}") from e
+    check_same_model(meta["config"].get("model", {}), c, f"--init-from {source}")
     params_target, state_target = state_shapes(c, mesh)
     params = restore_item(source, "params", params_target)
     if init_state_kind == "params":
         say(f"start: parameters of {source}, fresh moments")
         opt_specs = shardings(mesh, state_specs(c)[1])
         return params, jax.jit(optimizer(c).init, out_shardings=opt_specs)(params)
-    try:
-        prepared = read_meta(source).get("stage2_init", False)
-    except DamagedCheckpoint as e:
-        raise ValueError(f"--init-from {source}: {e}") from e
-    if not prepared or not (source / "opt_state").is_dir():
+    if not meta.get("stage2_init") or not (source / "opt_state").is_dir():
         raise ValueError(
             f"--init-from {source}: no moments prepared for a new stage; fix: convert.py stage2-init, or --init-state params"
         )
@@ -972,11 +1008,20 @@ class MetricsLog:
             return
         self.path = run_dir / "metrics.jsonl"
         temporary = self.path.with_suffix(".jsonl.tmp")
+        last = 0
         with open(temporary, "w") as kept:
-            for line, row in read_metrics(self.path):
-                if row["step"] <= after_step:
-                    kept.write(line)
-                    self.evaluated = row["step"] if is_evaluation(row) else self.evaluated
+            try:
+                for line, row in read_metrics(self.path):
+                    if row["step"] <= after_step:
+                        kept.write(line)
+                        last = max(last, row["step"])
+                        self.evaluated = row["step"] if is_evaluation(row) else self.evaluated
+            except ValueError as e:
+                if last < after_step:
+                    raise
+                say(f"{e}; it lies behind the checkpoint and is left out")  # a machine that lost power wrote it in part
+            if last < after_step:
+                say(f"{self.path}: holds steps up to {last}, the checkpoint those up to {after_step}: a gap remains")
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(temporary, self.path)
@@ -1016,10 +1061,19 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[tuple[str, dict]]:
     """(line, its content) of every whole line; a last line without its end was left by a killed writer."""
     if path.exists():
-        with open(path) as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    yield line, json.loads(line)
+        with open(path, errors="backslashreplace") as lines:  # which is not JSON either
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    row = json.loads(line)
+                    if type(row["step"]) is not int:
+                        raise TypeError("step")
+                except (ValueError, TypeError, KeyError) as e:
+                    raise ValueError(
+                        f"{path}, line {number}: got {line[:40]!r}, expected a JSON object with a step"
+                    ) from e
+                yield line, row
 
 
 def is_evaluation(row: dict) -> bool:
@@ -1240,8 +1294,8 @@ class Run:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
         self.tokens_a_step = c.data.global_batch * c.data.sequence_length
         self.data_identity = {
+            "sequence_length": c.data.sequence_length,  # before the fingerprint, which covers it
             "fingerprint": self.source.index.fingerprint,
-            "sequence_length": c.data.sequence_length,
             "order": c.data.order,
             "seed": c.data.seed,
             "global_batch": c.data.global_batch,
@@ -1255,7 +1309,7 @@ class Run:
 
     def begin(self, init_from: str | None, init_state_kind: str) -> bool:
         """Take the state of the newest checkpoint or of step 0; False if the run is complete already."""
-        c = self.c
+        c, began = self.c, time.perf_counter()
         restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity)
         if restored is None:
             say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
@@ -1264,6 +1318,7 @@ class Run:
         else:
             self.start, self.params, self.opt_state, meta = restored
             self.seen = meta["instances_seen"]
+            self.checkpoints.seconds["checkpoint/load_duration_s"] = time.perf_counter() - began
             if init_from is not None:
                 say(f"--init-from {init_from} is not used: {self.run_dir} holds checkpoints of its own")
             if self.start >= c.run.steps and on_process_0(self.summarised() == self.start):
@@ -1350,7 +1405,7 @@ class Run:
         now = time.perf_counter()
         seconds = now - self.finished_at if self.finished_at is not None else None
         self.finished_at = now
-        values = step_metrics(m, step, seen, self.c)
+        values = step_metrics(m, step, seen, self.c) | self.checkpoints.durations()
         if seconds is None:  # the first step compiles and is not timed
             self.timed_from, self.timed_after = now, step
         else:
@@ -1406,6 +1461,7 @@ class Run:
 
     def save(self, step: int) -> None:
         """Begin the asynchronous save of the state after `step`; all its metrics are on disk before."""
+        began = time.perf_counter()
         self.metrics.sync()
         meta = {
             "format_version": FORMAT_VERSION,
@@ -1419,12 +1475,16 @@ class Run:
             "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
         }
         self.checkpoints.save(step, self.params, self.opt_state, meta)
+        self.checkpoints.seconds["checkpoint/save_duration_s"] = time.perf_counter() - began
         self.saved = step
 
     def summarised(self) -> int | None:
         """The step that summary.json was written at: of a run that was extended since, an earlier one."""
         path = self.run_dir / "summary.json"
-        return json.loads(path.read_text())["step"] if path.is_file() else None
+        try:
+            return json.loads(path.read_text())["step"] if path.is_file() else None
+        except ValueError:  # left empty by a machine that lost power: it is written again
+            return None
 
     def summarise(self) -> None:
         """summary.json, the same on standard output, and curves.png."""
@@ -1609,7 +1669,7 @@ def end_process(code: int) -> None:
     by a collective that fails or by its heartbeat, and end as well."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and jax.process_count() > 1:
         time.sleep(5)  # JAX's coordinator lives here; the others may still have to say why they end
     os._exit(code)
 
@@ -1644,5 +1704,13 @@ def main(argv=None) -> int:
     return code
 
 
+def exit_with(code: int) -> None:
+    """As sys.exit, but at once where the run has failed: an orderly exit would join Orbax's threads, and those of a save
+    that could not begin wait ten minutes for it."""
+    if code == 1:
+        end_process(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main())

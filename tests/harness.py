@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import yaml
 
+import compare
 import data
 import train
 
@@ -69,8 +71,9 @@ class House:
 
     def __init__(self, root: Path):
         self.root, self.cache = root, root / "xla"
-        write_corpus(root, "train", {"web": 100, "code": 61}, seed=1)
-        write_corpus(root, "heldout", {"web": 9, "code": 6}, seed=2)
+        if not (root / "heldout.json").exists():
+            write_corpus(root, "train", {"web": 100, "code": 61}, seed=1)
+            write_corpus(root, "heldout", {"web": 9, "code": 6}, seed=2)
         self.config = root / "tiny.yaml"
         self.config.write_text(yaml.safe_dump(tiny_config(root)))
         self.hooked = root / "hooked.py"
@@ -105,7 +108,28 @@ class House:
         return out, err
 
 
-# train.py that sends itself signals at an exact place: (place, number, signal, ...), and logs the instances it uses.
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(house, run_dir, *overrides, n=2, hooks=(), logs=None, run_dirs=None, **how):
+    """n processes that train together; `hooks`: process -> hook; `logs`: a folder for one log a process."""
+    several = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(n), "--process-id")
+    for folder in [logs] if logs else []:
+        folder.mkdir()
+    return [
+        house.start(
+            run_dirs[i] if run_dirs else run_dir, *overrides, extra=(*several, str(i)), hook=dict(hooks).get(i, ()),
+            log=logs and logs / str(i), **how,
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+# train.py that sends itself signals at an exact place: (place, number, signal, ...), and logs the instances it uses,
+# and where it is.
 HOOKED = """
 import json, os, sys
 import data, train
@@ -129,18 +153,34 @@ def here(where, n):
 compile_train_step, save = train.compile_train_step, train.Checkpoints.save
 
 
+def mark(kind, name, at):
+    function = getattr(kind, name)
+
+    def marked(*args):
+        log(at=at)
+        return function(*args)
+
+    setattr(kind, name, marked)
+
+
 def compile_hooked(c, mesh):
-    step_fn = compile_train_step(c, mesh)
+    step_fn, first = compile_train_step(c, mesh), True
 
     def run_step(params, opt_state, batch, step):
+        nonlocal first
         here("step", int(step))
-        log(step=int(step), instances=instances)
-        return step_fn(params, opt_state, batch, step)
+        log(step=int(step), instances=instances, at="compilation" if first else "step")
+        result = step_fn(params, opt_state, batch, step)
+        if first:
+            log(at="first step")
+        first = False
+        return result
 
     return run_step
 
 
 def save_hooked(self, step, *args):
+    log(at="save")
     save(self, step, *args)
     here("save", step)  # it goes on in the background
 
@@ -153,6 +193,7 @@ class HeldOut(train.HeldOut):
         def run_step(*args):
             global calls
             calls += 1
+            log(at="evaluation")
             here("evaluation batch", calls)
             return step(*args)
 
@@ -175,8 +216,11 @@ def read_hooked(self, instance):
 
 train.compile_train_step, train.Checkpoints.save, train.HeldOut = compile_hooked, save_hooked, HeldOut
 train.to_device, data.BatchSource.read = to_device_hooked, read_hooked
+mark(train.Checkpoints, "restore_latest", "restore")
+mark(train, "initial_state", "restore")
+mark(train.Run, "summarise", "summary")
 if __name__ == "__main__":
-    sys.exit(train.main())
+    train.exit_with(train.main())
 """
 
 
@@ -209,10 +253,13 @@ def rows(run_dir: Path) -> list[dict]:
 
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line, parse_constant=refuse) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in parsed]
+    return [{k: v for k, v in row.items() if not compare.CLOCK.match(k)} for row in parsed]
 
 
-CLOCK = ("throughput/device/", "throughput/in-loop eval time")
+def logged(folder: Path, key: str) -> list[list]:
+    """Of each process, in order: what it logged under `key`."""
+    entries = [[json.loads(line) for line in p.read_text().splitlines()] for p in sorted(folder.iterdir())]
+    return [[e for e in process if key in e] for process in entries]
 
 
 def assert_same_checkpoint(a: Path, b: Path, step: int = STEPS) -> None:

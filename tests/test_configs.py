@@ -1,6 +1,7 @@
 """The recipes in configs/ load, hold the published numbers, and share no key with the hardware files."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -33,6 +34,22 @@ def test_recipes_and_machines_are_all_here():
 def test_science_and_hardware_have_disjoint_keys():
     """Law 3: a key that stands in both files could change the maths with the machine."""
     assert not set(train.SCIENCE) & set(train.HARDWARE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_another_tpu_generation_is_another_hardware_file(recipe):
+    """A change of machine in the middle of a run that needs a change of the recipe, too: all science stays the same."""
+    assert len({json.dumps(train.science_dict(load(recipe, machine))) for machine in MACHINES}) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("stage1", "stage2"), ("stage1_ai2", "stage2"), ("stage2", "stage3"), ("quickstart", "quickstart_stage2"),
+     ("quickstart_stage2", "quickstart_stage3")],
+)  # fmt: skip
+def test_every_stage_takes_over_the_one_before(before, after):
+    """A recipe whose model is no longer the one that its parameters come from."""
+    train.check_same_model(train.science_dict(load(before))["model"], load(after), before)
 
 
 @pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2", "stage3"])

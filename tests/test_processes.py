@@ -7,14 +7,25 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from harness import BATCH, SEQUENCE, STEPS, VOCABULARY, assert_same_run, restore, rows, steps_in
+from harness import (
+    BATCH,
+    SEQUENCE,
+    STEPS,
+    VOCABULARY,
+    assert_same_run,
+    free_port,
+    logged,
+    restore,
+    rows,
+    start,
+    steps_in,
+)
 from safetensors import safe_open
 
 import convert
@@ -25,37 +36,11 @@ import train
 ENDS_WITHIN = 15  # seconds after another process's death, where a collective notices it; otherwise train.HEARTBEAT
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(house, run_dir, *overrides, n=2, hooks=(), logs=None, run_dirs=None, **how):
-    """n processes that train together; `hooks`: process -> hook; `logs`: a folder for one log a process."""
-    several = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(n), "--process-id")
-    for folder in [logs] if logs else []:
-        folder.mkdir()
-    return [
-        house.start(
-            run_dirs[i] if run_dirs else run_dir, *overrides, extra=(*several, str(i)), hook=dict(hooks).get(i, ()),
-            log=logs and logs / str(i), **how,
-        )
-        for i in range(n)
-    ]  # fmt: skip
-
-
 def finish(processes, expect: int = 0) -> list[tuple[str, str]]:
     """(stdout, stderr) of each; all have to end with `expect`."""
     outputs = [p.communicate(timeout=180) for p in processes]
     assert [p.returncode for p in processes] == [expect] * len(processes), outputs
     return outputs
-
-
-def logged(folder: Path, key: str) -> list[list]:
-    """Of each process, in order: what it logged under `key`."""
-    entries = [[json.loads(line) for line in p.read_text().splitlines()] for p in sorted(folder.iterdir())]
-    return [[e for e in process if key in e] for process in entries]
 
 
 def close_to(got: list[dict], expected: list[dict]) -> None:
