@@ -21,6 +21,8 @@ import model
 import train
 from launch import Collective
 
+launch.import_trainer()  # as the two verbs do that are tested here
+
 BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 L, D, F, V = 32, 4096, 11008, 100352  # of the 7B model; all heads together are D wide, too
 PASSES = ("forward", "recomputed", "backward")

@@ -1,0 +1,736 @@
+"""launch.py submit, monitor, resume-until-done: against stubs of train.py, xpk, kubectl and gcloud, the real train.py
+under kill -9, and the real xpk's dry run.
+
+The launcher is a copy of the one file in a folder of its own: what it needs beside it is train.py, and no jax.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import REPO, STEPS, assert_same_run, rows, steps_in, write_corpus
+
+# --------------------------------------------------------------------------------------------------------- the stubs
+
+# train.py that does what PLAN says, attempt by attempt: lists of "save N", "metrics N", "print TEXT", "sleep S",
+# "linger" (until SIGTERM, then save and leave with 143), "deaf" (SIGTERM does nothing), "exit CODE", "kill".
+TRAINER = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+flags = dict(word.split("=", 1) for word in sys.argv[1:])
+run, me = Path(flags["--run-dir"]), int(flags.get("--process-id", 0))
+count = run / f"attempts.{me}"
+attempt = int(count.read_text()) if count.exists() else 0
+count.write_text(str(attempt + 1))
+(run / f"argv.{me}").write_text(json.dumps(sys.argv[1:]))
+(run / f"pid.{me}").write_text(str(os.getpid()))
+plan = json.loads(os.environ["PLAN"])[attempt]
+plan = plan[me] if isinstance(plan[0], list) else plan
+
+
+def save(step):
+    folder = run / "checkpoints" / step / "meta"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metadata").touch()
+
+
+for action in plan:
+    what, _, value = action.partition(" ")
+    if what == "save":
+        save(value)
+    elif what == "print":
+        print(value, file=sys.stderr, flush=True)
+    elif what == "metrics":
+        with open(run / "metrics.jsonl", "a") as f:
+            f.write("{}\\n")
+    elif what == "sleep":
+        time.sleep(float(value))
+    elif what == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif what == "linger":
+        signal.signal(signal.SIGTERM, lambda *_: (save(value), print("saved", flush=True), os._exit(143)))
+        (run / f"up.{me}").touch()
+        time.sleep(60)
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exit":
+        os._exit(int(value))
+"""
+
+# xpk, kubectl and gcloud in one: SCENARIO is a list of attempts, each a list of what kubectl sees poll by poll.
+CLUSTER = """
+import json, os, sys
+from pathlib import Path
+
+home, name, words = Path(os.environ["CLUSTER_HOME"]), Path(sys.argv[0]).name, sys.argv[1:]
+with open(home / "calls.jsonl", "a") as f:
+    f.write(json.dumps([name, *words]) + "\\n")
+path = home / "state.json"
+state = json.loads(path.read_text()) if path.exists() else {"attempt": int(os.environ.get("ATTEMPT", -1)), "poll": -1}
+scenario = json.loads(os.environ["SCENARIO"])
+
+
+def leave(text="", code=0):
+    path.write_text(json.dumps(state))
+    print(text, end="", file=sys.stderr if code else sys.stdout)
+    sys.exit(code)
+
+
+def complete(step):
+    folder = home / "runs" / "r" / "checkpoints" / str(step) / "meta"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metadata").touch()
+
+
+if name == "gcloud":
+    found = sorted(map(str, (home / "runs" / "r").glob("checkpoints/*/meta/metadata")))
+    if os.environ.get("GCLOUD"):
+        leave(os.environ["GCLOUD"], 1)
+    if not found:
+        leave("ERROR: (gcloud.storage.ls) One or more URLs matched no objects.\\n", 1)
+    leave("".join(f"gs:/{p}\\n" for p in found))
+if name == "xpk":
+    state |= {"attempt": state["attempt"] + 1, "poll": -1}
+    first = scenario[state["attempt"]][0]
+    if "create" in first:
+        scenario[state["attempt"]] = None
+        leave("[XPK] " + first.get("say", "it failed") + "\\n", first["create"])
+    leave("[XPK] token is " + os.environ.get("HF_TOKEN", "unset") + "\\n")
+attempt = scenario[state["attempt"]] if 0 <= state["attempt"] < len(scenario) else [{"gone": 1}]
+if "jobset" in words and "get" in words:
+    state["poll"] = min(state["poll"] + 1, len(attempt) - 1)
+now = attempt[max(0, state["poll"])]
+if "create" in now or state.get("deleted") == state["attempt"]:
+    now = {"gone": 1}
+if "error" in now:
+    leave(now["error"] + "\\n", 1)
+if "delete" in words:
+    state["deleted"] = state["attempt"]
+    leave()
+if "logs" in words:
+    leave(f"[pod/r-0/jax-tpu] step {now.get('step', '?')}/20\\n" + now.get("log", ""))
+if "save" in now:
+    complete(now["save"])
+if "jobset" in words:
+    status = {"terminalState": now["terminal"]} if "terminal" in now else {}
+    leave("" if "gone" in now else json.dumps({"spec": {"suspend": now.get("suspend", False)}, "status": status}))
+pods = []
+for phase, *more in now.get("pods", []):
+    kind = {"code": lambda v: {"terminated": {"exitCode": v}}, "wait": lambda v: {"waiting": {"reason": v}}}
+    inner = [{"name": "jax-tpu", "state": kind[k](v)} for k, v in more]
+    pods.append({"status": {"phase": phase, "containerStatuses": inner}})
+leave(json.dumps({"items": pods}))
+"""
+
+CONFIG = {"run": {"name": "r", "steps": 20}}
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(f"#!{sys.executable} -SE\n{text}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+class Place:
+    """A folder with launch.py, a stub of train.py beside it, stubs of the cluster's commands, and the output folder."""
+
+    def __init__(self, root: Path):
+        self.root, self.run = root, root / "runs" / "r"
+        for folder in ("bin", "runs", "configs"):
+            (root / folder).mkdir()
+        shutil.copy(REPO / "launch.py", root)
+        (root / "train.py").write_text(TRAINER)
+        (root / "configs" / "r.yaml").write_text(yaml.safe_dump(CONFIG))
+        for name in ("xpk", "kubectl", "gcloud"):
+            executable(root / "bin" / name, CLUSTER)
+
+    def start(self, verb, *flags, plan=(), scenario=(), env=()) -> subprocess.Popen:
+        env = os.environ | {
+            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+            "PLAN": json.dumps(plan),
+            "SCENARIO": json.dumps(scenario),
+            "CLUSTER_HOME": str(self.root),
+            **dict(env),
+        }
+        common = ("--config", "r", "--poll", "0.02", "--backoff", "0.01", "--max-backoff", "0.04")
+        command = [sys.executable, str(self.root / "launch.py"), verb, *common, *map(str, flags)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=self.root, env=env, text=True, **pipes)
+
+    def launch(self, verb, *flags, expect=0, **how) -> tuple[str, str]:
+        """(stdout, stderr) of a launcher that has to end with the exit code `expect`."""
+        process = self.start(verb, *flags, **how)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == expect, err
+        assert "Traceback" not in err, err
+        return out, err
+
+    def xpk(self, verb, *flags, **how) -> tuple[str, str]:
+        return self.launch(verb, "--backend", "xpk", *XPK, *flags, **how)
+
+    def calls(self, *words: str) -> list[list[str]]:
+        """Commands that were run, those that hold all `words`."""
+        path = self.root / "calls.jsonl"
+        calls = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in calls if set(words) <= set(call)]
+
+
+XPK = ("--cluster", "c", "--project", "project-1", "--zone", "us-central1-a", "--device-type", "v5p-256",
+       "--docker-image", "gcr.io/project-1/olmo:latest", "--run-dir", "runs/r")  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path) -> Place:
+    return Place(tmp_path)
+
+
+def wait_for(what, seconds: float = 20):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "zombie" not in status.read_text()
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Of all threads: Grain starts its workers in one of its own."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [below for child in found for below in descendants(child)]
+
+
+# ------------------------------------------------------------------------------------------------- local, with stubs
+
+
+@pytest.mark.parametrize(
+    ("plan", "flags", "code", "attempts", "says"),
+    [
+        ([["save 20", "exit 0"]], (), 0, 1, "r: done, step 20 of 20"),
+        ([["exit 2"]], (), 2, 1, "exit code 2"),
+        ([["save 4", "exit 1"], ["exit 2"]], (), 2, 2, "exit code 2"),
+        ([["exit 143"]] * 5 + [["save 20", "exit 0"]], ("--retries", 1), 0, 6, "exit code 143, step 0 of 20"),
+        ([["kill"]] * 3, ("--retries", 2), 1, 3, "exit code 137, step 0 of 20; gave up: 2 retries in a row"),
+        ([["exit 1"]], ("--retries", 0), 1, 1, "gave up: 0 retries in a row"),
+        ([["exit 1"], ["exit 143"], ["exit 1"]], ("--retries", 1), 1, 3, "gave up: 1 retries in a row"),
+        (
+            [["save 4", "exit 1"], ["save 8", "kill"], ["exit 1"], ["save 12", "exit 1"], ["save 20", "exit 0"]],
+            ("--retries", 1), 0, 5, "r: done, step 20 of 20",
+        ),
+        ([["save 19", "exit 0"]], (), 1, 1, "stands step 19, expected 20; fix: --target, or --watch"),
+        ([["save 19", "exit 0"]], ("--target", 19), 0, 1, "r: done, step 19 of 19"),
+        ([["save 24", "exit 0"]], ("--set", "run.steps=24"), 0, 1, "r: done, step 24 of 24"),
+        ([["save 20", "exit 1"], ["exit 0"]], (), 0, 2, "r: done, step 20 of 20"),  # all but summary.json
+    ],
+    ids=["done", "usage", "usage later", "preempted", "no progress", "no retries", "mixed", "progress", "short",
+         "target", "set", "summary"],
+)  # fmt: skip
+def test_exit_codes_and_the_budget_of_retries(place, plan, flags, code, attempts, says):
+    """A typo that is started eleven times, a preemption that costs a retry, a crash that is retried for ever, retries
+    counted in spite of progress, a finished run that is started again (cases 17 and 109)."""
+    out, err = place.launch("resume-until-done", *flags, plan=plan, expect=code)
+    assert says in err and (place.run / "attempts.0").read_text() == str(attempts)
+    if code == 0:
+        result = json.loads(out)
+        assert result["attempts"] == attempts and result["step"] == result["target"]
+    else:
+        assert out == ""
+
+
+def test_retries_are_counted_as_they_are_and_waits_grow(place):
+    """ "Attempt 4 of 3"; a wait that stays the same, or grows beyond a day."""
+    _, err = place.launch("resume-until-done", "--retries", 4, plan=[["exit 1"]] * 5, expect=1)
+    said = [line.partition("again in ")[2] for line in err.splitlines() if "again in" in line]
+    assert said == [
+        "0.01 s (retry 1 of 4 without a new step)", "0.02 s (retry 2 of 4 without a new step)",
+        "0.04 s (retry 3 of 4 without a new step)", "0.04 s (retry 4 of 4 without a new step)",
+    ]  # fmt: skip
+
+
+def test_what_is_not_a_complete_step_does_not_count(place):
+    """A folder that is numbered and empty, a leftover of an interrupted save, one set aside: taken for the last step."""
+    for name in ("20", "20.orbax-checkpoint-tmp-7/meta", "20.damaged/meta", "step_20/meta"):
+        (place.run / "checkpoints" / name).mkdir(parents=True)
+        if name.endswith("meta"):
+            (place.run / "checkpoints" / name / "metadata").touch()
+    place.launch("resume-until-done", plan=[["save 8", "exit 143"], ["save 20", "exit 0"]])
+    assert (place.run / "attempts.0").read_text() == "2"
+
+
+@pytest.mark.parametrize("action", ["sleep 60", "deaf"])
+def test_stall(place, action):
+    """A trainer that hangs, or hangs and does not hear SIGTERM: for ever (case 113). One that is slow is no stall."""
+    slow = ["sleep 0.3", "metrics"] * 8
+    plan = [["save 4", action, "sleep 60"], [*slow, "save 20", "exit 0"]]
+    _, err = place.launch("resume-until-done", "--stall", 1, "--grace", 0.5, plan=plan)
+    assert err.count("stalled: no new step for 1 s") == 1 and (place.run / "attempts.0").read_text() == "2"
+    assert ("not ended after 0.5 s: killed" in err) == (action == "deaf")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_asked_to_end_lets_the_trainer_save(place, sent):
+    """Steps since the last checkpoint lost, or a trainer that stays."""
+    process = place.start("resume-until-done", "--processes", 2, plan=[["linger 7"]])
+    wait_for(lambda: (place.run / "up.0").exists() and (place.run / "up.1").exists())
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
+    assert steps_in(place.run) == {"7"} and "saved" in err and out == "" and "Traceback" not in err
+    assert not any(alive(int((place.run / f"pid.{i}").read_text())) for i in (0, 1))
+
+
+def test_a_second_signal_does_not_wait(place):
+    """A launcher that cannot be ended while a trainer hangs in its save."""
+    process = place.start("resume-until-done", "--grace", 60, plan=[["deaf", "print up", "sleep 60"]])
+    wait_for(lambda: "up" in (place.run / "launch.0.log").read_text() if (place.run / "launch.0.log").exists() else 0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130 and not alive(int((place.run / "pid.0").read_text()))
+
+
+def test_kill_of_the_launcher_takes_the_trainers_along(place):
+    """A trainer that nobody watches, and that writes into the run beside the next one (no orphans)."""
+    process = place.start("resume-until-done", "--processes", 2, plan=[["deaf", "linger 7"]] * 2)
+    wait_for(lambda: (place.run / "up.0").exists() and (place.run / "up.1").exists())
+    pids = [int((place.run / f"pid.{i}").read_text()) for i in (0, 1)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not any(map(alive, pids)), seconds=5)
+
+
+def test_two_launchers_of_one_run(place):
+    """Two trainers that overwrite each other's checkpoints; a lock that a killed launcher leaves behind."""
+    first = place.start("resume-until-done", plan=[["linger 7"], ["save 20", "exit 0"]])
+    wait_for(lambda: (place.run / "up.0").exists())
+    _, err = place.launch("submit", expect=1)
+    assert "another launcher is at work here" in err
+    first.kill()
+    first.communicate()
+    place.launch("resume-until-done", plan=[[], ["save 20", "exit 0"]])
+
+
+def test_processes(place):
+    """A failed process whose fellows wait for it; an error of one that is lost among what follows from it; 0 of one
+    taken for the end of all."""
+    plan = [[["linger 4"], ["exit 1"]], [["exit 1"], ["exit 143"]], [["save 20", "exit 0"], ["exit 0"]]]
+    process = place.start("resume-until-done", "--processes", 2, plan=plan)
+    wait_for(lambda: (place.run / "up.0").exists())
+    os.kill(int((place.run / "pid.0").read_text()), signal.SIGTERM)  # as its heartbeat ends it
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and err.count("exit code 1,") == 2
+    argv = [json.loads((place.run / f"argv.{i}").read_text()) for i in (0, 1)]
+    assert [flags[-1] for flags in argv] == ["--process-id=0", "--process-id=1"]
+    assert argv[0][:-1] == argv[1][:-1] and argv[0][-2] == "--num-processes=2"
+    place.launch("submit", "--processes", 2, plan=[[], [], [], [["exit 1"], ["exit 2"]]], expect=2)
+
+
+def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place):
+    """A flag that is accepted and without effect; an exit code that is swallowed."""
+    flags = ("--hardware", "cpu", "--data-root", "d d", "--init-from", "a'b", "--init-state", "adam", "--set", "x=[1, 2]",
+             "--set", "run.name=$(x)", "--run-dir", place.run)  # fmt: skip
+    _, err = place.launch("submit", *flags, plan=[["print hello", "exit 143"]], expect=143)
+    assert "hello" in err and "hello" in (place.run / "launch.0.log").read_text()
+    expected = ["--config=r", f"--run-dir={place.run}", "--hardware=cpu", "--data-root=d d", "--init-from=a'b",
+                "--init-state=adam", "--set=x=[1, 2]", "--set=run.name=$(x)"]  # fmt: skip
+    assert json.loads((place.run / "argv.0").read_text()) == expected
+    out, _ = place.launch("submit", *flags, "--dry-run")
+    assert shlex.split(out) == [sys.executable, str(place.root / "train.py"), *expected]
+    assert (place.run / "attempts.0").read_text() == "1"
+
+
+def test_monitor(place):
+    """A monitor that never ends, or reports a dead run as a living one."""
+    _, err = place.launch("monitor", expect=2)
+    assert "no launcher has been at work here" in err
+    launcher = place.start("resume-until-done", plan=[["linger 7"], ["print two", "save 20", "exit 0"]])
+    wait_for(lambda: (place.run / "up.0").exists())
+    monitor = place.start("monitor")
+    time.sleep(0.5)
+    assert monitor.poll() is None
+    os.kill(int((place.run / "pid.0").read_text()), signal.SIGTERM)
+    _, err = monitor.communicate(timeout=20)
+    assert monitor.returncode == 0 and "two" in err and "step 20 of 20" in err
+    launcher.communicate(timeout=20)
+    _, err = place.launch("monitor", "--target", 21, expect=1)
+    assert "no launcher is at work, step 20 of 21" in err
+
+
+# --------------------------------------------------------------------------------------------------- xpk, with stubs
+
+RUNNING, PENDING, SUCCEEDED, FAILED = ["Running"], ["Pending"], ["Succeeded"], ["Failed"]
+DONE = {"terminal": "Completed", "pods": [["Succeeded", ["code", 0]]], "save": 20}
+
+
+def running(step: int, **more) -> dict:
+    return {"pods": [RUNNING, RUNNING], "step": step, **more}
+
+
+def failed(*codes: int, **more) -> dict:
+    return {"terminal": "Failed", "pods": [["Failed", ["code", code]] for code in codes], **more}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "flags", "code", "says"),
+    [
+        ([[{"suspend": True}, {"pods": [PENDING]}, running(1), running(9), DONE]], (), 0, "1 of 1 pods are|r: done, step 20"),
+        ([[running(3), {"pods": []}, {"pods": []}], [DONE]], (), 0, "no pod of it is active, step 0 of 20; again in"),
+        ([[running(9, save=8), {"pods": [FAILED]}, {"pods": []}], [DONE]], (), 0, "is active, step 8 of 20; again in"),
+        ([[running(3), {"pods": []}, running(4), DONE]], (), 0, "r: done, step 20 of 20"),
+        ([[running(3), {"gone": 1}], [running(2), DONE]], (), 0, "its JobSet is gone, step 0 of 20; again in"),
+        ([[failed(143, 1)]] * 2 + [[failed(143)]] * 5 + [[DONE]], ("--retries", 2), 0, "exit code 143"),
+        ([[failed(1, 143)]] * 3, ("--retries", 2), 1, "exit code 1, step 0 of 20; gave up: 2 retries"),
+        ([[failed()]] * 2, ("--retries", 1), 1, "exit code 1 (no pod tells)"),
+        ([[failed(1, save=n)] for n in (4, 8, 12)] + [[DONE]], ("--retries", 0), 0, "r: done"),
+        ([[running(3), failed(1, 2, log="train.py: error: d_modle")]], (), 2, "d_modle|exit code 2"),
+        ([[{"pods": [["Pending", ["wait", "ImagePullBackOff"]]]}]] * 2, ("--retries", 1), 1, "start: ImagePullBackOff"),
+        ([[{"pods": [["Pending", ["wait", "ContainerCreating"]]]}, DONE]], (), 0, "1 of 1 pods are pending"),
+        ([[running(3)], [DONE]], ("--stall", 1), 0, "stalled: no new step for 1 s"),
+        ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 1), 0, "in Kueue's queue"),
+        ([[running(n) for n in range(14)] + [DONE]], ("--stall", 1), 0, "r: step 13, checkpoint 0 of 20"),
+        ([[running(3), {"error": "net/http: TLS timeout"}, running(4), DONE]], (), 0, "TLS timeout; asking again"),
+        ([[running(3), {"error": "token has expired"}]], ("--stall", 1), 1, "expired; so for 1 s; nothing was stopped"),
+        ([[{**DONE, "save": 19}]], (), 1, "stands step 19, expected 20; fix: --target, or --watch"),
+        ([[{"create": 1, "say": "quota"}], [DONE]], (), 0, "quota"),
+        ([[{"create": 2, "say": "usage"}]], (), 2, "usage"),
+    ],
+    ids=["queue", "no pods", "pods failed", "restart", "gone", "preempted", "crash", "unknown", "progress", "usage",
+         "image", "creating", "stall", "long queue", "slow", "network", "no network", "short", "create", "create usage"],
+)  # fmt: skip
+def test_until_done_on_a_cluster(place, scenario, flags, code, says):
+    """Each path of such a loop, with what it broke elsewhere: no active pods, or no checkpoint yet, and the loop dies;
+    a last step that is never reached; kubectl's failure taken for a preemption; a queue taken for a stall."""
+    out, err = place.xpk("resume-until-done", *flags, scenario=scenario, expect=code)
+    assert all(text in err for text in says.split("|")), err
+    assert len(place.calls("xpk", "create")) == len(scenario)
+    if code == 0:
+        assert json.loads(out)["attempts"] == len(scenario)
+    deleted = place.calls("delete")  # one before each new start, where there was something
+    assert len(deleted) == len(scenario) - 1 - sum(s[-1].get("gone", 0) or "create" in s[0] for s in scenario[:-1])
+    assert all("--cascade=foreground" in call for call in deleted)
+
+
+def test_a_second_launcher_adopts_the_workload(place):
+    """A launcher whose machine was restarted submits the run a second time, or deletes what runs."""
+    place.xpk("resume-until-done", scenario=[[running(3), running(4), DONE]], env={"ATTEMPT": "0"})
+    assert not place.calls("xpk") and not place.calls("delete")
+
+
+def test_a_run_that_is_done_is_not_submitted(place):
+    """A pod of 128 chips that is taken to learn that there is nothing to do."""
+    (place.run / "checkpoints" / "20" / "meta").mkdir(parents=True)
+    (place.run / "checkpoints" / "20" / "meta" / "metadata").touch()
+    out, _ = place.xpk("resume-until-done")
+    assert json.loads(out)["attempts"] == 0 and not place.calls("xpk")
+
+
+def test_submit_refuses_a_workload_that_exists(place):
+    """xpk would offer to delete the one that runs."""
+    _, err = place.xpk("submit", scenario=[[running(3)]], env={"ATTEMPT": "0"}, expect=1)
+    assert "workload r exists (running 2 pods)" in err and not place.calls("xpk")
+    (place.root / "state.json").unlink()
+    _, err = place.xpk("submit", scenario=[[running(3)]])
+    assert "submitted" in err and len(place.calls("xpk")) == 1
+
+
+def test_monitor_of_a_workload(place):
+    """The last lines of a run that has failed, which are gone with its pods; a monitor that waits for a dead one."""
+    scenario = [[{"pods": [PENDING]}, running(3, log="hello\n"), failed(1, log="the reason\n")]]
+    _, err = place.xpk("monitor", scenario=scenario, env={"ATTEMPT": "0"}, expect=1)
+    assert "hello" in err and "the reason" in err and "failed, exit code 1, step 0 of 20" in err
+    assert place.calls("logs", "--follow") and not place.calls("delete")
+    _, err = place.xpk("monitor", scenario=[[{"gone": 1}]], env={"ATTEMPT": "0"}, expect=1)
+    assert "its JobSet is gone" in err
+
+
+def test_a_launcher_that_ends_leaves_the_workload(place):
+    """Ctrl-C in a terminal that ends a run of weeks."""
+    process = place.start("resume-until-done", "--backend", "xpk", *XPK, scenario=[[running(n) for n in range(999)]])
+    wait_for(lambda: place.calls("logs"))
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143 and "Traceback" not in err and not place.calls("delete")
+
+
+def test_steps_are_read_from_a_bucket(place):
+    """ "Nothing there yet" taken for an error, or an error for "nothing there yet"."""
+    watch, scenario = ("--watch", "gs://bucket/r/"), [[running(3, save=4), DONE]]
+    place.xpk("resume-until-done", *watch, scenario=scenario)
+    assert place.calls("gcloud", "gs://bucket/r/checkpoints/*/meta/metadata")
+    env = {"GCLOUD": "ERROR: 403 forbidden\n"}
+    _, err = place.xpk("resume-until-done", *watch, "--stall", 1, scenario=scenario, env=env, expect=1)
+    assert "403 forbidden; so for 1 s" in err
+
+
+def test_secrets_stay_out_of_commands_and_logs(place):
+    """A token in the pod's command, in the launcher's log or in what xpk prints."""
+    secret, other = "hf_qwertyuiop", "pw-1234567"
+    file = place.root / "env"
+    file.write_text(f"# for the pods\nHF_TOKEN\nPLAIN=a b\nDB_PASSWORD={other}\n")
+    how = {"scenario": [[running(3, log=f"{secret} {other}\n"), failed(2, log=f"{secret} {other}\n")]]}
+    how["env"] = {"HF_TOKEN": secret}
+    _, err = place.xpk("resume-until-done", "--env-file", file, expect=2, **how)
+    assert "token is ***" in err and "*** ***" in err
+    out, _ = place.xpk("submit", "--env-file", file, "--dry-run", **how)
+    assert f"--env-file={file}" in out
+    everything = err + out + (place.root / "calls.jsonl").read_text()
+    assert secret not in everything and other not in everything
+    _, err = place.xpk("submit", "--env-file", file, "--set", f"a.b=x{secret}", expect=2, **how)
+    assert "the value of HF_TOKEN stands in a flag" in err and secret not in err
+    place.launch("submit", "--env-file", file, plan=[[f"print {other}", "exit 0"]], env=how["env"])  # here, too
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("HF_TOKEN_X", "HF_TOKEN_X is not set in this environment"),
+        (" A=1", "expected NAME=value or NAME"),
+        ("export A=1", "expected NAME=value or NAME"),
+        ('A=say "x"', "A: its value holds a double quote"),
+        ("A=\\n", "A: its value holds"),
+    ],
+)
+def test_environment_that_xpk_would_get_wrong(place, line, says):
+    """A variable that xpk leaves out without a word, or that breaks its YAML; the line itself may be a secret."""
+    (place.root / "env").write_text(f"OK=1\n{line}\n")
+    _, err = place.xpk("submit", "--env-file", place.root / "env", expect=2)
+    assert f"env, line 2: {says}" in err and err.count("\n") == 1 and "say" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--cluster", "c;reboot"), "--cluster: got 'c;reboot'"),
+        (("--project", "p$(x)"), "--project: got"),
+        (("--zone", "us-central1"), "--zone: got"),
+        (("--workload", "Stage_1"), "--workload: got"),
+        (("--workload", "a" * 41), "--workload: got"),
+        (("--device-type", "v5p 256"), "--device-type: got"),
+        (("--docker-image", "gcr.io/p/x:1 && y"), "--docker-image: got"),
+        (("--context", "a b"), "--context: got"),
+        (("--xpk=--quiet",), "--xpk: got '--quiet'"),
+        (("--xpk=--reservation=a;b",), "--xpk: got"),
+        (("--set", "run.name=a\nb"), "control sign"),
+        (("--set", "run.name=$(HF_TOKEN)"), "'$('"),
+        (("--slices", "0"), "--slices: got 0, expected at least 1"),
+        (("--stall", "0"), "--stall: got 0"),
+        (("--run-dir", "gs://b/r"), "--run-dir: got gs://b/r, expected a folder"),
+        (("--run-dir", "/mnt/nowhere/r"), "--watch: /mnt/nowhere/r is not to be seen from here"),
+        (("--config", "nothing"), "config 'nothing': not found"),
+    ],
+    ids=lambda x: " ".join(x)[:40].replace("\n", "") if isinstance(x, tuple) else "",
+)
+def test_names_are_checked(place, flags, says):
+    """xpk puts these into commands of a shell: a name that runs one of its own."""
+    _, err = place.xpk("submit", *flags, expect=2)
+    assert says in err and err.count("\n") == 1 and not place.calls()
+
+
+def test_a_flag_that_is_missing_or_a_program(place):
+    """A traceback, or a command line with None in it."""
+    missing = XPK[:4] + XPK[6:]
+    _, err = place.launch("submit", "--backend", "xpk", *missing, expect=2)
+    assert "--zone: missing, --backend xpk needs it" in err
+    _, err = place.launch("submit", "--backend", "xpk", *XPK[:-2], expect=2)
+    assert "--run-dir: missing" in err
+    _, err = place.xpk("submit", env={"PATH": "/nowhere"}, expect=2)
+    assert "kubectl: not found" in err
+
+
+def test_dry_run_prints_the_commands(place):
+    """A dry run that does something, or shows other commands than are run."""
+    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket")
+    out, _ = place.xpk("resume-until-done", *flags, "--dry-run")
+    assert not place.calls() and not place.run.exists()
+    shown = [shlex.split(line) for line in out.splitlines()]
+    place.xpk("resume-until-done", *flags, scenario=[[running(1), {"pods": []}, {"pods": []}], [DONE]])
+    assert all(call in shown for call in place.calls()) and len(place.calls("xpk")) == 2
+    (pod,) = {call[-1].removeprefix("--command=") for call in place.calls("xpk")}
+    assert shlex.split(pod) == ["exec", "python3", "train.py", "--distributed", "--config=r", "--run-dir=runs/r",
+                                "--set=run.name=it's"]  # fmt: skip
+    (create,) = {tuple(call) for call in place.calls("xpk")}
+    assert {"--num-slices=2", "--priority=high", "--workload=w", "--storage=bucket", "--cluster=c",
+            "--termination-grace-period-seconds=300", "--device-type=v5p-256"} < set(create)  # fmt: skip
+    assert all("--context=gke_project-1_us-central1_c" in call for call in place.calls("kubectl"))
+
+
+def test_these_verbs_need_no_jax(place):
+    """Seconds of start-up, and a launcher that does not run where only xpk is installed."""
+    code = "import sys, launch; launch.main(sys.argv[1:]); print([m for m in ('jax', 'numpy', 'train') if m in sys.modules])"
+    command = [sys.executable, "-c", code, "submit", "--config", "r", "--dry-run"]
+    out = subprocess.run(command, cwd=place.root, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+# ------------------------------------------------------------------------------------------------- the real train.py
+
+
+def real(house, verb, run_dir, *overrides, extra=(), config=None) -> subprocess.Popen:
+    """The launcher of this repository with the tiny recipe."""
+    sets = (word for s in (f"compilation_cache={house.cache}", *overrides) for word in ("--set", s))
+    flags = (
+        "--config",
+        config or house.config,
+        "--hardware",
+        "cpu",
+        "--run-dir",
+        run_dir,
+        "--poll",
+        "0.05",
+        *sets,
+        *extra,
+    )
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, str(REPO / "launch.py"), verb, *map(str, flags)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def steps_logged(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_until_done_under_kill_9(house, straight, tmp_path):
+    """The trainer is killed, then the launcher: workers and trainers that outlive it, a run that starts again from
+    zero, a step lost or trained twice. Loader workers are processes of their own."""
+    run_dir, workers = tmp_path / "run", "loader_workers=2"
+    launcher = real(house, "resume-until-done", run_dir, workers)
+    wait_for(lambda: steps_logged(run_dir) >= 6, seconds=90)
+    (trainer,) = children(launcher.pid)
+    first = descendants(launcher.pid)
+    assert len(first) >= 3
+    os.kill(trainer, signal.SIGKILL)
+    wait_for(lambda: not any(map(alive, first)), seconds=5)
+    wait_for(lambda: steps_logged(run_dir) >= 10 and len(descendants(launcher.pid)) >= 3, seconds=90)
+    second = descendants(launcher.pid)
+    launcher.kill()
+    _, err = launcher.communicate()
+    assert "attempt 1: exit code 137" in err
+    wait_for(lambda: not any(map(alive, second)), seconds=5)
+    launcher = real(house, "resume-until-done", run_dir, workers)
+    out, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and json.loads(out)["step"] == STEPS, err
+    assert "resuming from" in err
+    assert_same_run(run_dir, straight)
+
+
+def test_a_config_that_train_py_refuses_is_tried_once(house, tmp_path):
+    """A typo that is started again all night."""
+    process = real(house, "resume-until-done", tmp_path / "run", "model.d_modle=1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and "model.d_modle: unknown key" in err and "attempt 2" not in err
+
+
+@pytest.mark.slow
+def test_stages_with_one_launcher(house, tmp_path):
+    """Stage 1 -> convert.py stage2-init -> stage 2 -> stage 3 as four commands, each refusing what does not fit."""
+
+    def launch(run_dir, *overrides, extra=(), expect=0):
+        process = real(house, "resume-until-done", run_dir, *overrides, extra=extra)
+        _, err = process.communicate(timeout=180)
+        assert process.returncode == expect, err
+        return err
+
+    write_corpus(tmp_path, "midtrain", {"maths": 70}, seed=3)
+    one, two, three, warm = (tmp_path / name for name in ("one", "two", "three", "warm"))
+    launch(one, "run.steps=8")
+    stage2 = (f"data.index={tmp_path / 'midtrain.json'}", "data.seed=1337", "run.steps=6",
+              "schedule=[{until: null, kind: linear, warmup_steps: 0, total_steps: 6, final_fraction: 0.0}]")  # fmt: skip
+    adam = ("--init-from", str(warm), "--init-state", "adam")
+    assert "no checkpoint found" in launch(two, *stage2, extra=adam, expect=2)
+    assert "no moments prepared" in launch(two, *stage2, extra=("--init-from", str(one), *adam[2:]), expect=2)
+    command = [sys.executable, str(REPO / "convert.py"), "stage2-init", str(one), str(warm)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert "data.fingerprint" in launch(one, *stage2, extra=adam, expect=2)  # stage 1's own folder
+    assert f"parameters and Adam moments of {warm}" in launch(two, *stage2, extra=adam)
+    assert [row["step"] for row in rows(two) if "train/CE loss" in row] == [1, 2, 3, 4, 5, 6]
+    stage3 = (*stage2, "model.yarn={factor: 2.0, original_length: 16, beta_fast: 32.0, beta_slow: 1.0}", "data.seed=7",
+              "data.document_mask=true")  # fmt: skip
+    assert "model.yarn" in launch(two, *stage3, expect=2)
+    assert f"parameters of {two}" in launch(three, *stage3, extra=("--init-from", str(two)))
+    assert {"6"} <= steps_in(three)
+
+
+# ------------------------------------------------------------------------------------------------------ the real xpk
+
+
+@pytest.fixture(scope="module")
+def real_xpk(tmp_path_factory) -> Path:
+    """xpk 1.16 in an environment of its own: its pins (PyYAML, protobuf, packaging) are older than what we test with."""
+    root = tmp_path_factory.mktemp("xpk")
+    subprocess.run([sys.executable, "-m", "venv", root], check=True)
+    pip = subprocess.run([root / "bin" / "pip", "install", "-q", "xpk==1.16.*"], capture_output=True, text=True)
+    if pip.returncode:
+        pytest.skip(f"xpk 1.16 cannot be installed here: {pip.stderr.strip().splitlines()[-1]}")
+    return root / "bin" / "xpk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "machine", "vms"), [("tpu7x-4x4x4", "tpu7x", 16), ("tpu7x-4x8x8", "tpu7x", 64), ("v5p-256", "tpu-v5p-slice", 32)]
+)  # fmt: skip
+def test_the_real_xpk_takes_our_command(real_xpk, place, device, machine, vms):
+    """A flag that xpk does not have, quotes that its YAML or the pod's shell takes apart, SIGTERM that ends in the
+    shell around the trainer, an exit code that the pod loses."""
+    (place.root / "env").write_text("HF_TOKEN\nPLAIN=it's {a} b\n")
+    odd = 'run.name=it\'s "a" \\ #:{b}*'
+    flags = ("--set", odd, "--env-file", place.root / "env", "--slices", 2, "--device-type", device, "--workload", "r",
+             "--xpk=--max-restarts=3")  # fmt: skip
+    out, _ = place.xpk("submit", *flags, "--dry-run", env={"HF_TOKEN": "hf_qwertyuiop"})
+    _, *command = shlex.split(out.splitlines()[0])
+    manifest = place.root / "manifest.yaml"
+    ours = ["--dry-run", "--skip-validation", "--project-number=1", f"--output-manifest-file={manifest}"]
+    home = {"HOME": str(place.root), "HF_TOKEN": "hf_qwertyuiop"}
+    ran = subprocess.run([real_xpk, *command, *ours], env=os.environ | home, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    jobset = yaml.safe_load(manifest.read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (jobset["metadata"]["name"], job["replicas"], spec["parallelism"]) == ("r", 2, vms)
+    assert spec["template"]["metadata"]["labels"] == {"xpk.google.com/workload": "r"} and container["name"] == "jax-tpu"
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3 and container["image"] == "gcr.io/project-1/olmo:latest"
+    assert pod["terminationGracePeriodSeconds"] == 300 and pod["priorityClassName"] == "medium"
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == machine
+    assert container["env"] == [
+        {"name": "HF_TOKEN", "value": "hf_qwertyuiop"},
+        {"name": "PLAIN", "value": "it's {a} b"},
+    ]
+    restart = spec["podFailurePolicy"]["rules"][0]["onExitCodes"]
+    assert restart["operator"] == "NotIn" and 143 in restart["values"] and not {1, 2} & set(restart["values"])
+
+    told = place.root / "told"
+    stub = "import os, pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(143))\n"
+    stub += f"pathlib.Path({str(told)!r}).write_text('\\0'.join(sys.argv[1:]))\ntime.sleep(60)\n"
+    executable(place.root / "bin" / "python3", stub)
+    path = {"PATH": f"{place.root / 'bin'}:{os.environ['PATH']}"}
+    shell = subprocess.Popen(container["command"], env=os.environ | path, stdout=subprocess.PIPE, text=True)
+    words = wait_for(lambda: told.exists() and told.read_text()).split("\0")
+    assert words == ["train.py", "--distributed", "--config=r", "--run-dir=runs/r", f"--set={odd}"]
+    shell.send_signal(signal.SIGTERM)
+    out, _ = shell.communicate(timeout=20)
+    assert shell.returncode == 143 and "EXIT_CODE=143" in out
