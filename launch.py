@@ -856,7 +856,7 @@ def joint_code(codes: list[int]) -> int:
 class Local(NamedTuple):
     """An attempt on this machine."""
 
-    processes: list[subprocess.Popen] | None  # None: another launcher's
+    processes: list[subprocess.Popen] | None  # None: those of another launcher
     log: TextIO  # of process 0
 
 
@@ -1204,7 +1204,7 @@ def check_launch(args) -> None:
     first = {"poll": 60, "backoff": 300, "max_backoff": 3600} if xpk else {"poll": 0.5, "backoff": 1, "max_backoff": 60}
     for flag, default in first.items():
         setattr(args, flag, default if getattr(args, flag) is None else getattr(args, flag))
-    least = {"target": 1, "processes": 1, "slices": 1, "retries": 0, "poll": 0.01, "stall": 1, "backoff": 0, "grace": 0}
+    least = {"target": 1, "processes": 1, "slices": 1, "retries": 0, "poll": 0.01, "stall": 0.1, "backoff": 0}
     for flag, value in least.items():
         if getattr(args, flag) < value:
             raise UsageError(f"--{flag}: got {getattr(args, flag)}, expected at least {value}")

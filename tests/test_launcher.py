@@ -281,8 +281,8 @@ def test_stall(place, action):
     """A trainer that hangs, or hangs and does not hear SIGTERM: for ever (case 113). One that is slow is no stall."""
     slow = ["sleep 0.3", "metrics"] * 8
     plan = [["save 4", action, "sleep 60"], [*slow, "save 20", "exit 0"]]
-    _, err = place.launch("resume-until-done", "--stall", 1, "--grace", 0.5, plan=plan)
-    assert err.count("stalled: no new step for 1 s") == 1 and (place.run / "attempts.0").read_text() == "2"
+    _, err = place.launch("resume-until-done", "--stall", 2, "--grace", 0.5, plan=plan)
+    assert err.count("stalled: no new step for 2 s") == 1 and (place.run / "attempts.0").read_text() == "2"
     assert ("not ended after 0.5 s: killed" in err) == (action == "deaf")
 
 
@@ -325,6 +325,8 @@ def test_two_launchers_of_one_run(place):
     wait_for(lambda: (place.run / "up.0").exists())
     _, err = place.launch("submit", expect=1)
     assert "another launcher is at work here" in err
+    held = Path(f"/proc/{(place.run / 'pid.0').read_text()}/fd").iterdir()  # by the trainer, if the launcher is gone
+    assert any(os.readlink(file).endswith("/launch.lock") for file in held)
     first.kill()
     first.communicate()
     place.launch("resume-until-done", plan=[[], ["save 20", "exit 0"]])
@@ -333,12 +335,13 @@ def test_two_launchers_of_one_run(place):
 def test_processes(place):
     """A failed process whose fellows wait for it; an error of one that is lost among what follows from it; 0 of one
     taken for the end of all."""
+    text = (place.root / "launch.py").read_text()
+    assert "LEAVE = 60" in text  # seconds
+    (place.root / "launch.py").write_text(text.replace("LEAVE = 60", "LEAVE = 0.5"))
     plan = [[["linger 4"], ["exit 1"]], [["exit 1"], ["exit 143"]], [["save 20", "exit 0"], ["exit 0"]]]
-    process = place.start("resume-until-done", "--processes", 2, plan=plan)
-    wait_for(lambda: (place.run / "up.0").exists())
-    os.kill(int((place.run / "pid.0").read_text()), signal.SIGTERM)  # as its heartbeat ends it
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 0 and err.count("exit code 1,") == 2
+    _, err = place.launch("resume-until-done", "--processes", 2, plan=plan)
+    assert "not ended after 0.5 s: killed" in err and "attempt 1: exit code 137" in err
+    assert "attempt 2: exit code 1," in err
     argv = [json.loads((place.run / f"argv.{i}").read_text()) for i in (0, 1)]
     assert [flags[-1] for flags in argv] == ["--process-id=0", "--process-id=1"]
     assert argv[0][:-1] == argv[1][:-1] and argv[0][-2] == "--num-processes=2"
@@ -405,11 +408,11 @@ def failed(*codes: int, **more) -> dict:
         ([[running(3), failed(1, 2, log="train.py: error: d_modle")]], (), 2, "d_modle|exit code 2"),
         ([[{"pods": [["Pending", ["wait", "ImagePullBackOff"]]]}]] * 2, ("--retries", 1), 1, "start: ImagePullBackOff"),
         ([[{"pods": [["Pending", ["wait", "ContainerCreating"]]]}, DONE]], (), 0, "1 of 1 pods are pending"),
-        ([[running(3)], [DONE]], ("--stall", 1), 0, "stalled: no new step for 1 s"),
-        ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 1), 0, "in Kueue's queue"),
-        ([[running(n) for n in range(14)] + [DONE]], ("--stall", 1), 0, "r: step 13, checkpoint 0 of 20"),
+        ([[running(3)], [DONE]], ("--stall", 0.5), 0, "stalled: no new step for 0.5 s"),
+        ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 0.5), 0, "in Kueue's queue"),
+        ([[running(n) for n in range(10)] + [DONE]], ("--stall", 0.5), 0, "r: step 9, checkpoint 0 of 20"),
         ([[running(3), {"error": "net/http: TLS timeout"}, running(4), DONE]], (), 0, "TLS timeout; asking again"),
-        ([[running(3), {"error": "token has expired"}]], ("--stall", 1), 1, "expired; so for 1 s; nothing was stopped"),
+        ([[running(3), {"error": "token has expired"}]], ("--stall", 0.5), 1, "expired; so for 0.5 s; nothing was stopped"),
         ([[{**DONE, "save": 19}]], (), 1, "stands step 19, expected 20; fix: --target, or --watch"),
         ([[{"create": 1, "say": "quota"}], [DONE]], (), 0, "quota"),
         ([[{"create": 2, "say": "usage"}]], (), 2, "usage"),
@@ -428,6 +431,14 @@ def test_until_done_on_a_cluster(place, scenario, flags, code, says):
     deleted = place.calls("delete")  # one before each new start, where there was something
     assert len(deleted) == len(scenario) - 1 - sum(s[-1].get("gone", 0) or "create" in s[0] for s in scenario[:-1])
     assert all("--cascade=foreground" in call for call in deleted)
+
+
+def test_a_workload_that_hangs_is_deleted(place):
+    """512 chips that wait for each other after the launcher has given up."""
+    _, err = place.xpk(
+        "resume-until-done", "--stall", 0.5, "--retries", 0, scenario=[[running(3, log="why")]], expect=1
+    )
+    assert "gave up: 0 retries" in err and "why" in err and len(place.calls("delete")) == 1
 
 
 def test_a_second_launcher_adopts_the_workload(place):
@@ -478,8 +489,8 @@ def test_steps_are_read_from_a_bucket(place):
     place.xpk("resume-until-done", *watch, scenario=scenario)
     assert place.calls("gcloud", "gs://bucket/r/checkpoints/*/meta/metadata")
     env = {"GCLOUD": "ERROR: 403 forbidden\n"}
-    _, err = place.xpk("resume-until-done", *watch, "--stall", 1, scenario=scenario, env=env, expect=1)
-    assert "403 forbidden; so for 1 s" in err
+    _, err = place.xpk("resume-until-done", *watch, "--stall", 0.5, scenario=scenario, env=env, expect=1)
+    assert "403 forbidden; so for 0.5 s" in err
 
 
 def test_secrets_stay_out_of_commands_and_logs(place):
@@ -635,6 +646,18 @@ def test_until_done_under_kill_9(house, straight, tmp_path):
     assert launcher.returncode == 0 and json.loads(out)["step"] == STEPS, err
     assert "resuming from" in err
     assert_same_run(run_dir, straight)
+
+
+@pytest.mark.slow
+def test_several_processes_under_kill_9(house, tmp_path):
+    """A pair of which one half is started again beside the other half of the attempt before."""
+    run_dir, pair = tmp_path / "run", ("--processes", 2)
+    launcher = real(house, "resume-until-done", run_dir, extra=pair)
+    wait_for(lambda: steps_logged(run_dir) >= 6, seconds=90)
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    out, err = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0 and json.loads(out)["attempts"] == 2, err
+    assert [row["step"] for row in rows(run_dir) if "train/CE loss" in row] == list(range(1, STEPS + 1))
 
 
 def test_a_config_that_train_py_refuses_is_tried_once(house, tmp_path):
