@@ -583,7 +583,9 @@ print("GREW", middle - before, peak() - before)
     out, _ = process("-c", script, folder, tmp_path / "run", tmp_path / "back")
     grew = [int(n) for n in out.split("GREW")[1].split()]
     assert (folder / "model.safetensors").stat().st_size > 700e6
-    assert max(grew) < 1250, grew  # writes in flight are bounded (more of them where the disk is slow), malloc keeps some
+    assert max(grew) < 1250, (
+        grew
+    )  # writes in flight are bounded (more of them where the disk is slow), malloc keeps some
     assert bits(tensors(tmp_path / "back")) == bits(tensors(folder))
 
 
