@@ -83,8 +83,9 @@ def measure(root: Path, saves: int, layers: int) -> dict:
         "save_async_duration_s": round(of("checkpoint/save_async_duration_s"), 4),
         "step_with_the_save / step": round(statistics.median(blocked) / step, 2),
         "later_step_that_it_overlaps / step": round(statistics.median(overlapped) / step, 2) if overlapped else None,
-        "steps_that_a_save_costs": round((sum(blocked) + sum(overlapped)) / step - len(blocked + overlapped), 2)
-        / len(blocked),
+        "steps_that_a_save_costs": round(
+            (sum(blocked + overlapped) / step - len(blocked + overlapped)) / len(blocked), 2
+        ),
         "sigterm_to_checkpoint_s": round(complete, 3),
         "sigterm_to_checkpoint / step": round(complete / step, 1),
         "sigterm_to_exit_s": round(ended, 3),

@@ -37,7 +37,7 @@ import compare
 import data
 import train
 
-STEPS, SAVES, EVALUATIONS = 40, 3, 7
+STEPS, SAVES, EVALUATIONS = 40, 3, 7  # two epochs
 ENDS_WITHIN = train.HEARTBEAT + 60  # seconds: for a process whose partner was killed
 WORKER_ENDS_WITHIN = 5
 
@@ -112,8 +112,9 @@ class Log:
 class Chaos:
     """One campaign: starts, kills and comparisons; `report` counts them, `lost` says what went wrong."""
 
-    def __init__(self, house: House, name: str, kills: int, seed: int, moments=tuple(MOMENTS)):
+    def __init__(self, house: House, name: str, kills: int, seed: int, moments=tuple(MOMENTS), steps=STEPS):
         self.house, self.campaign, self.kills, self.moments = house, CAMPAIGNS[name], kills, moments
+        self.steps = steps
         self.rng = random.Random(f"{name} {seed}")
         self.folder = house.root / f"{name} {seed}"
         self.lost: list[str] = []
@@ -122,13 +123,14 @@ class Chaos:
         self.delta = self.relative = self.orphans = self.stops = 0.0
 
     def sets(self, workers: int) -> list[str]:
-        return [f"run.steps={STEPS}", f"run.checkpoint_every={SAVES}", f"run.eval_every={EVALUATIONS}",
+        return [f"run.steps={self.steps}", f"run.checkpoint_every={SAVES}", f"run.eval_every={EVALUATIONS}",
                 f"loader_workers={workers}", *self.campaign.overrides]  # fmt: skip
 
     def reference(self) -> Path:
         """The run that nothing disturbs, on the first topology."""
-        run_dir = self.house.root / f"reference {self.campaign.topologies[0]} {self.campaign.overrides}".replace(
-            "/", ""
+        run_dir = (
+            self.house.root
+            / f"reference {self.steps} {self.campaign.topologies[0]} {self.campaign.overrides}".replace("/", "")
         )
         if not (run_dir / "summary.json").exists():
             self.house.run(run_dir, *self.sets(0), devices=self.campaign.topologies[0][1])
@@ -178,7 +180,7 @@ class Chaos:
         rng, logs = self.rng, run_dir.parent / "logs" / f"{run_dir.name}.{attempt}"
         topology, workers = rng.choice(self.campaign.topologies), rng.choice((0, 0, 1, 2))
         moment = rng.choices(self.moments, [WEIGHT.get(m, 1) for m in self.moments])[0]
-        if self.count["kills"] >= self.kills or self.known == STEPS:
+        if self.count["kills"] >= self.kills or self.known == self.steps:
             moment = "end"
         sent = rng.choices([[signal.SIGKILL], [signal.SIGTERM], [signal.SIGTERM] * 2], (6, 1, 1))[0]
         sets, env = self.sets(workers), []
@@ -207,11 +209,13 @@ class Chaos:
                 for p in killed:
                     p.send_signal(s)
                 time.sleep(rng.uniform(0, 0.05) if len(sent) > 1 else 0)
+        killed_now = hit and sent[0] == signal.SIGKILL
+        orphans = seconds_until_gone(children) if killed_now else 0  # they hold the pipe that `end` reads to its end
         errors = [self.end(p) for p in processes]
         codes = [p.returncode for p in processes]
         if hit and sent[0] == signal.SIGTERM:
             self.stops = max(self.stops, time.monotonic() - stop)
-        orphans = seconds_until_gone(children)
+        orphans = max(orphans, seconds_until_gone(children))
         self.orphans = max(self.orphans, orphans)
         self.expect(orphans < WORKER_ENDS_WITHIN, f"{run_dir}: loader workers lived on for {orphans:.0f} s")
         self.account(run_dir, before, [log.poll() for log in said], errors[0])
@@ -290,8 +294,10 @@ class Chaos:
         """The complete run against the one that nothing disturbed."""
         reference = self.reference()
         source = data.open_data(train.load_config(str(self.house.config), "cpu", []).data)
-        self.expect(sorted(self.trained) == list(range(1, STEPS + 1)), f"{run_dir}: trained {sorted(self.trained)}")
-        epochs = range(0, STEPS, source.usable // BATCH)
+        self.expect(
+            sorted(self.trained) == list(range(1, self.steps + 1)), f"{run_dir}: trained {sorted(self.trained)}"
+        )
+        epochs = range(0, self.steps, source.usable // BATCH)
         for first in epochs:
             span = range(first + 1, first + source.usable // BATCH + 1)
             seen = Counter(i for s in span for i in self.trained.get(s, ()))
@@ -307,7 +313,7 @@ class Chaos:
             self.delta = max(self.delta, *(q["max_delta"] or 0 for q in report["quantities"].values()))
             self.expect(report["equal"], f"{run_dir}: {report['differing_quantities']}, {report['values']}")
             try:
-                assert_same_checkpoint(run_dir, reference, STEPS)
+                assert_same_checkpoint(run_dir, reference, self.steps)
             except AssertionError as e:
                 self.lost.append(f"{run_dir}: the final state differs: {e}")
         else:
@@ -315,12 +321,12 @@ class Chaos:
             off = max(abs(a - b) / a for a, b in zip(*ce, strict=True)) if whole else 1.0
             self.relative = max(self.relative, off)
             self.expect(off < 1e-5, f"{run_dir}: the loss is off by {off}")
-        shown, due = board(run_dir), [*range(EVALUATIONS, STEPS, EVALUATIONS), STEPS]
+        shown, due = board(run_dir), [*range(EVALUATIONS, self.steps, EVALUATIONS), self.steps]
         self.expect(
-            shown["train/CE loss"] == list(range(1, STEPS + 1)), f"{run_dir}: TensorBoard {shown['train/CE loss']}"
+            shown["train/CE loss"] == list(range(1, self.steps + 1)), f"{run_dir}: TensorBoard {shown['train/CE loss']}"
         )
         self.expect(shown["eval/lm/all/CE loss"] == due, f"{run_dir}: TensorBoard {shown['eval/lm/all/CE loss']}")
-        wanted = [STEPS] if self.campaign.keep else sorted({*range(SAVES, STEPS, SAVES), STEPS})
+        wanted = [self.steps] if self.campaign.keep else sorted({*range(SAVES, self.steps, SAVES), self.steps})
         self.expect(set(wanted) <= set(self.checkpoints(run_dir)), f"{run_dir}: {self.checkpoints(run_dir)}")
 
 
