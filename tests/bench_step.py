@@ -8,7 +8,6 @@ label, clipping by the global norm, AdamW. transformers with SDPA attention, no 
 has it for the CPU; OLMo-core with its olmo3_7B config made small, its torch attention (the one that runs on a CPU) and
 its SkipStepAdamW. They take turns, round by round, so that a busy machine slows all. Prints a table, whose ratios are
 ours to theirs, and, last, one line of JSON.
-Where malloc asks for huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command), fresh memory costs less.
 Needs requirements-dev.txt.
 """
 
