@@ -782,7 +782,7 @@ def insist(question, args):
 
 
 def trainer_flags(args) -> list[str]:
-    """train.py's flags. All of them are passed on: one that is not would silently be without effect."""
+    """train.py's flags. All that we take are passed on: one that is not would silently be without effect."""
     flags = ("config", "run_dir", "hardware", "data_root", "init_from", "init_state")
     given = [(flag, getattr(args, flag)) for flag in flags] + [("set", override) for override in args.set]
     return [f"--{flag.replace('_', '-')}={value}" for flag, value in given if value is not None]
@@ -966,7 +966,7 @@ def local_follow(job: Local, args) -> None:
 
 
 def xpk_create(args) -> list[str]:
-    """The workload. `exec`, because xpk sends SIGTERM to the shell that this runs in, and not to its children."""
+    """The workload. `exec`, because xpk sends SIGTERM to the shell that this runs in; not every bash hands it on."""
     trainer = shlex.join(["python3", "train.py", "--distributed", *trainer_flags(args)])
     flags = {
         "cluster": args.cluster, "project": args.project, "zone": args.zone, "workload": args.workload,
@@ -1059,8 +1059,8 @@ def xpk_attempt(args, existing: str) -> Iterator[None]:
     if adopted:
         say(f"workload {args.workload}: {there.doing} {there.why}: watching it")
     elif there.doing != "gone" and existing == "refuse":
-        raise LaunchFailed(f"workload {args.workload} exists ({there.doing} {there.why}); fix: monitor it, resume-until-done, or "
-                           "another --workload")  # fmt: skip
+        raise LaunchFailed(f"workload {args.workload} exists ({there.doing} {there.why}); fix: monitor it, "
+                           "resume-until-done, or another --workload")  # fmt: skip
     else:
         if there.doing != "gone":
             xpk_delete(args)
@@ -1154,8 +1154,8 @@ def run_until_done(args) -> int:
         if code in (0, None) and step >= args.target:
             break
         if code == 0:
-            raise LaunchFailed(f"train.py is done, and in {args.watch} stands step {step}, expected {args.target}; fix: "
-                               "--target, or --watch")  # fmt: skip
+            raise LaunchFailed(f"train.py is done, and in {args.watch} stands step {step}, expected {args.target}; "
+                               "fix: --target, or --watch")  # fmt: skip
         fruitless = 0 if step > before else fruitless + 1
         failures = 0 if step > before else failures + (code not in (None, EXIT_PREEMPTED))
         outcome = f"attempt {attempts}: {why}, step {step} of {args.target}"
@@ -1204,7 +1204,8 @@ def check_launch(args) -> None:
     first = {"poll": 60, "backoff": 300, "max_backoff": 3600} if xpk else {"poll": 0.5, "backoff": 1, "max_backoff": 60}
     for flag, default in first.items():
         setattr(args, flag, default if getattr(args, flag) is None else getattr(args, flag))
-    least = {"target": 1, "processes": 1, "slices": 1, "retries": 0, "poll": 0.01, "stall": 0.1, "backoff": 0}
+    least = {"target": 1, "processes": 1, "slices": 1, "retries": 0, "poll": 0.01, "stall": 0.1}
+    least |= {"backoff": 0, "max_backoff": 0, "grace": 0}
     for flag, value in least.items():
         if getattr(args, flag) < value:
             raise UsageError(f"--{flag}: got {getattr(args, flag)}, expected at least {value}")
@@ -1231,8 +1232,8 @@ def check_launch(args) -> None:
         if re.search(r"[\x00-\x1f\x7f]|\$\(", word):
             raise UsageError(f"{word!r}: got a control sign or '$(', which cannot be passed to a pod")
     if "://" not in args.watch and not Path(args.watch).parent.is_dir():
-        raise UsageError(f"--watch: {args.watch} is not to be seen from here; fix: the run directory as this machine sees it, "
-                         "a folder or gs://BUCKET/...")  # fmt: skip
+        raise UsageError(f"--watch: {args.watch} is not to be seen from here; fix: the run directory as this machine "
+                         "sees it, a folder or gs://BUCKET/...")  # fmt: skip
 
 
 def run_launch(args) -> int:
@@ -1276,8 +1277,8 @@ def add_launch_verb(verbs, name: str, launch, about: str):
     run.add_argument("--grace", type=float, default=300, metavar="SECONDS", help="to save in after SIGTERM")
     run.add_argument("--poll", type=float, metavar="SECONDS", help="default: 0.5, xpk: 60")
     run.add_argument("--retries", type=int, default=10, metavar="N", help="in a row that bring no step")
-    run.add_argument("--backoff", type=float, metavar="SECONDS", help="before a retry, doubled while they bring no step; "
-                     "default: 1, xpk: 300")  # fmt: skip
+    run.add_argument("--backoff", type=float, metavar="SECONDS", help="before the next attempt, doubled while they "
+                     "bring no step; default: 1, xpk: 300")  # fmt: skip
     run.add_argument("--max-backoff", type=float, metavar="SECONDS", help="and no more than; default: 60, xpk: 3600")
     run.add_argument("--processes", type=int, default=1, metavar="N", help="of train.py on this machine")
     xpk = verb.add_argument_group("--backend xpk")
