@@ -14,12 +14,11 @@ Read next: model.py (what is computed), optim.py (the update), data.py (which to
 """
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import json
-import logging
 import os
 import re
 import signal
@@ -783,23 +782,34 @@ def first_line(e: BaseException) -> str:
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-245:]}"  # libraries put the reason last
 
 
+class PatientLoop(asyncio.SelectorEventLoop):
+    """Orbax closes its loop at the first leaf that cannot be read, while tensorstore still reads the others, which then
+    call into a closed loop: screens of tracebacks, and now and then a crash. This one lets them end first."""
+
+    def close(self) -> None:
+        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+class PatientLoops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        return PatientLoop()
+
+
 def read_arrays(restore: Callable):
     """restore(), with what says that files are damaged as DamagedCheckpoint; a device out of memory stays what it is."""
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(PatientLoops())
     try:
         return restore()
     except Exception as e:  # Orbax wraps what tensorstore says (a ValueError) into a bare Exception
         cause = e.__cause__ or e
         if isinstance(cause, UNREADABLE):
-            # The leaves are read side by side; the failures of the others would follow, each with a screen of traceback.
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-            sys.unraisablehook = ignore_coroutines
             raise DamagedCheckpoint(first_line(cause)) from e
         raise
-
-
-def ignore_coroutines(unraisable) -> None:
-    if not inspect.iscoroutine(unraisable.object):
-        sys.__unraisablehook__(unraisable)
+    finally:
+        asyncio.set_event_loop_policy(policy)
 
 
 @jax.jit
