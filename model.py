@@ -113,7 +113,6 @@ class SplashConfig:
     q_layout: str  # in memory: head_dim_minor | seq_minor
     k_layout: str
     v_layout: str
-    interpret: bool  # where there is no TPU: the kernel as plain XLA operations, slow
 
     def __post_init__(self):
         for name in ("block", "block_backward"):
@@ -134,6 +133,7 @@ class Execution:
     remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all, but no gathered weight
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
+    interpret: bool = False  # the TPU kernel as plain XLA operations, where there is no TPU: slow
 
     def __post_init__(self):
         if self.attention not in ATTENTION:
@@ -496,9 +496,9 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
 
 
 @cache
-def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, splash: SplashConfig, saved: str):
+def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, execution: Execution, saved: str):
     """The kernel of one device, or of all context shards behind each other if the queries differ (offset None)."""
-    shards = 1
+    splash, shards = execution.splash, 1
     if window is not None:
         mask = splash_mask.LocalMask((S, T), window_size=(window - 1, 0), offset=offset)
     elif offset is not None:
@@ -516,7 +516,7 @@ def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None
     with jax.ensure_compile_time_eval():  # it depends on shapes alone: made once, a constant of the program
         return splash_attention.make_splash_mha(
             splash_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=shards,
-            residual_checkpoint_name=saved, interpret=splash.interpret,
+            residual_checkpoint_name=saved, interpret=execution.interpret,
         )  # fmt: skip
 
 
@@ -526,7 +526,7 @@ def tpu_splash_attention(q, k, v, where: Where, execution: Execution, position: 
     It has no types for check_vma, so the shard_map around needs check_vma=False.
     """
     S, T = q.shape[1], k.shape[1]
-    kernel = splash_kernel(S, T, q.shape[2], where.window, where.offset, execution.splash, f"context{position}")
+    kernel = splash_kernel(S, T, q.shape[2], where.window, where.offset, execution, f"context{position}")
     if where.offset is None:  # the mask differs from shard to shard, so it enters as arguments: take this shard's
 
         def mine(x, axis: int):

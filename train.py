@@ -95,23 +95,12 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class SplashTiles:
-    """model.SplashConfig as the hardware file gives it."""
-
-    block: int
-    block_backward: int
-    q_layout: str
-    k_layout: str
-    v_layout: str
-
-
-@dataclass(frozen=True)
 class HardwareConfig:
     mesh: MeshConfig
     microbatch: int  # at most so many sequences a device at once; the rest is accumulated
     attention: str
     attention_block: int
-    splash: SplashTiles | None  # of attention splash
+    splash: model.SplashConfig | None  # of attention splash
     remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
     scan_unroll: int
     loss_chunk: int
@@ -354,7 +343,6 @@ def microbatch(c: Config, local_batch: int) -> int:
 
 def execution(c: Config, size: int, platform: str) -> model.Execution:
     """The hardware file's choices for micro-batches of `size`. Names saved for a larger one fit a smaller one."""
-    splash = c.hardware.splash and model.SplashConfig(**asdict(c.hardware.splash), interpret=platform != "tpu")
     remat = c.hardware.remat
     if isinstance(remat, dict):
         fitting = [key for key in remat if isinstance(key, int) and key >= size]
@@ -364,10 +352,11 @@ def execution(c: Config, size: int, platform: str) -> model.Execution:
     return model.Execution(
         attention=c.hardware.attention,
         attention_block=c.hardware.attention_block,
-        splash=splash,
+        splash=c.hardware.splash,
         remat=None if remat == "all" else tuple(remat),
         scan_unroll=c.hardware.scan_unroll,
         loss_chunk=c.hardware.loss_chunk,
+        interpret=platform != "tpu",
     )
 
 

@@ -593,7 +593,7 @@ def test_blockwise_memory_grows_with_the_sequence_only():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.4e9
 
 
-SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor", interpret=True)
+SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -604,7 +604,9 @@ def test_documents_are_isolated(attention, shards):
     depends on distances alone.
     """
     c = replace(CONFIG, pattern="sssf", yarn=YARN_TINY)
-    execution = replace(DENSE, attention=attention, attention_block=5, splash=SPLASH)  # 5: blocks end inside documents
+    execution = replace(
+        DENSE, attention=attention, attention_block=5, splash=SPLASH, interpret=True
+    )  # 5: blocks end inside documents
     unit = 1
     if attention == "splash":  # at least 128 positions a device
         c, unit = replace(c, head_dim=32, window=70), 32 / 3
@@ -647,7 +649,7 @@ def test_splash_equals_dense(shards, S, window, documents):
         f = on_mesh(body, tuple(specs), P(None, "context"), (1, 1, shards, 1), check_vma=False)
         return f(q / math.sqrt(32), k, v, segments, dout)
 
-    got = run(replace(DENSE, attention="splash", splash=SPLASH), shards)
+    got = run(replace(DENSE, attention="splash", splash=SPLASH, interpret=True), shards)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(DENSE, 1), strict=True):
         assert difference(a, b) < 1e-5, name
 
