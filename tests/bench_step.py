@@ -6,23 +6,22 @@ Two models: the quick start's, read from configs/, and one of 12.6 million param
 window 256, batch 4). All do the same work in fp32: the same random tokens, forward and backward, the loss over every
 label, clipping by the global norm, AdamW. transformers with SDPA attention, no dropout, and fused AdamW where this torch
 has it for the CPU; OLMo-core with its olmo3_7B config made small, its torch attention (the one that runs on a CPU) and
-its SkipStepAdamW. They take turns, round by round, so that a busy machine slows all. Prints a table, whose ratios are
-ours to theirs, and, last, one line of JSON.
+its SkipStepAdamW. Each has a process of its own; they take turns, round by round, so that a busy machine slows all.
+Prints a table, whose ratios are ours to theirs, and, last, one line of JSON.
 Needs requirements-dev.txt.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Torch's threads may not spin while they wait: in one process they would take the cores from XLA's and then from each
-# other (its step became ten times slower here). Must be set before torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
@@ -131,24 +130,42 @@ def olmo_core_step(c: train.Config, tokens: np.ndarray):
     return one
 
 
+CONTESTANTS = {"ours": our_step, "transformers": transformers_step, "olmo_core": olmo_core_step}
+
+
+def contend(who: str, c: train.Config) -> None:
+    """One contestant, in a process of its own: for every number of steps on standard input the seconds they take."""
+    shape = (c.data.global_batch, c.data.sequence_length)
+    one = CONTESTANTS[who](c, np.random.default_rng(0).integers(0, c.model.vocab_size, shape).astype(np.int32))
+    first_loss = [one() for _ in range(2)][0]  # compilation, warm-up
+    print(json.dumps(first_loss), flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            one()
+        print(json.dumps(time.perf_counter() - start), flush=True)
+
+
 def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
-    """Tokens/s of both, in turns; the ratio is ours / theirs, so more than 1 means that ours is faster."""
+    """Tokens/s of all, in turns; a ratio is ours / theirs, so more than 1 means that ours is faster.
+
+    Each in its own process, as people run them: in one, the threads and the memory of one slow the others.
+    """
     c = train.load_config("quickstart.yaml", "cpu", MODELS[name] + overrides)
     shape = (c.data.global_batch, c.data.sequence_length)
-    tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape).astype(np.int32)
-    contestants = {
-        "ours": our_step(c, tokens),
-        "transformers": transformers_step(c, tokens),
-        "olmo_core": olmo_core_step(c, tokens),
-    }
-    first_losses = {who: [one() for _ in range(2)][0] for who, one in contestants.items()}  # compilation, warm-up
-    speeds = {who: [] for who in contestants}
-    for _ in range(rounds):
-        for who, one in contestants.items():
-            start = time.perf_counter()
-            for _ in range(steps):
-                one()
-            speeds[who].append(tokens.size * steps / (time.perf_counter() - start))
+    settings = [f"--set={x}" for x in overrides]
+    with contextlib.ExitStack() as stack:
+        processes, first_losses = {}, {}
+        for who in CONTESTANTS:
+            command = [sys.executable, __file__, "--contestant", who, "--model", name, *settings]
+            p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            processes[who] = stack.enter_context(p)
+            first_losses[who] = json.loads(p.stdout.readline())
+        speeds = {who: [] for who in processes}
+        for _ in range(rounds):
+            for who, p in processes.items():
+                print(steps, file=p.stdin, flush=True)
+                speeds[who].append(np.prod(shape) * steps / json.loads(p.stdout.readline()))
     median = {who: statistics.median(s) for who, s in speeds.items()}
     ratios = {}
     for who in ("transformers", "olmo_core"):
@@ -171,7 +188,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of each side in a round")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.contestant:
+        contend(args.contestant, train.load_config("quickstart.yaml", "cpu", MODELS[args.model[0]] + args.set))
+        return
     results = []
     print(f"{'model':<12}{'ours tok/s':>11}{'transformers':>14}{'ratio (min-max)':>20}{'OLMo-core':>11}"
           f"{'ratio (min-max)':>20}")  # fmt: skip
