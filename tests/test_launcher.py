@@ -300,7 +300,13 @@ def test_a_launcher_that_is_asked_to_end_lets_the_trainer_save(place, sent, code
     wait_for(lambda: (place.run / "up.0").exists() and (place.run / "up.1").exists())
     process.send_signal(sent)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == code and steps_in(place.run) == {"7"} and "saved" in err and out == "" and "Traceback" not in err
+    assert (
+        process.returncode == code
+        and steps_in(place.run) == {"7"}
+        and "saved" in err
+        and out == ""
+        and "Traceback" not in err
+    )
     assert not any(alive(int((place.run / f"pid.{i}").read_text())) for i in (0, 1))
 
 
