@@ -834,10 +834,14 @@ def steps_on_disk(folder: Path) -> list[str]:
         raise Unanswered(f"{folder}: {e.strerror}") from e
 
 
+def list_steps(url: str) -> list[str]:
+    return ["gcloud", "storage", "ls", f"{url.rstrip('/')}/checkpoints/*/meta/metadata"]
+
+
 def completed(run_dir: str) -> int:
     """The newest step that is complete in RUN/checkpoints, as train.py names it: N updates are done. 0: none yet."""
     if run_dir.startswith("gs://"):
-        code, out, err = ask(["gcloud", "storage", "ls", f"{run_dir.rstrip('/')}/checkpoints/*/meta/metadata"])
+        code, out, err = ask(list_steps(run_dir))
         if code and "matched no objects" not in err:
             raise Unanswered(f"gcloud ends with {code}: {last_line(err)}")
         names = [path.split("/")[-3] for path in out.split()]
@@ -1190,6 +1194,7 @@ def run_until_done(args) -> int:
 def print_commands(args) -> int:
     """--dry-run: what would be run, a line each, as a shell takes it."""
     commands = local_commands(args) if args.backend == "local" else [xpk_create(args), *xpk_queries(args).values()]
+    commands += [list_steps(args.watch)] if args.watch.startswith("gs://") else []
     print("\n".join(map(shlex.join, commands)))
     return 0
 

@@ -20,6 +20,8 @@ import pytest
 import yaml
 from harness import REPO, STEPS, assert_same_run, rows, steps_in, write_corpus
 
+import launch
+
 # --------------------------------------------------------------------------------------------------------- the stubs
 
 # train.py that does what PLAN says, attempt by attempt: lists of "save N", "metrics N", "print TEXT", "sleep S",
@@ -271,6 +273,17 @@ def test_retries_are_counted_as_they_are_and_waits_grow(place):
         "0.01 s (retry 1 of 4 without a new step)", "0.02 s (retry 2 of 4 without a new step)",
         "0.04 s (retry 3 of 4 without a new step)", "0.04 s (retry 4 of 4 without a new step)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("local", (0.5, 1, 60)), ("xpk", (60, 300, 3600))])
+def test_waits_that_nobody_chose(backend, waits, monkeypatch):
+    """A cluster that is asked for 512 chips every second."""
+    monkeypatch.chdir(REPO)
+    args = launch.parse_args(
+        ["resume-until-done", "--config", "quickstart", "--backend", backend, *XPK, "--watch", "gs://b/r"]
+    )
+    launch.check_launch(args)
+    assert (args.poll, args.backoff, args.max_backoff) == waits and args.retries == 10
 
 
 def test_what_is_not_a_complete_step_does_not_count(place):
@@ -560,7 +573,8 @@ def test_secrets_stay_out_of_commands_and_logs(place):
     assert secret not in everything and other not in everything
     _, err = place.xpk("submit", "--env-file", file, "--set", f"a.b=x{secret}", expect=2, **how)
     assert "the value of HF_TOKEN stands in a flag" in err and secret not in err
-    place.launch("submit", "--env-file", file, plan=[[f"print {other}", "exit 0"]], env=how["env"])  # here, too
+    _, err = place.launch("submit", "--env-file", file, plan=[[f"print {other} {secret}", "exit 0"]], env=how["env"])
+    assert "*** ***" in err and other not in err and secret not in err  # here, too
 
 
 @pytest.mark.parametrize(
@@ -622,12 +636,14 @@ def test_a_flag_that_is_missing_or_a_program(place):
 
 def test_dry_run_prints_the_commands(place):
     """A dry run that does something, or shows other commands than are run."""
-    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket")
+    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket",
+             "--watch", "gs://bucket/r")  # fmt: skip
     out, _ = place.xpk("resume-until-done", *flags, "--dry-run")
     assert not place.calls() and not place.run.exists()
     shown = [shlex.split(line) for line in out.splitlines()]
     place.xpk("resume-until-done", *flags, scenario=[[running(1), {"pods": []}, {"pods": []}], [DONE]])
-    assert all(call in shown for call in place.calls()) and len(place.calls("xpk")) == 2
+    assert all(call in shown for call in place.calls()) and {c[0] for c in shown} == {"xpk", "kubectl", "gcloud"}
+    assert len(place.calls("xpk")) == 2
     (pod,) = {call[-1].removeprefix("--command=") for call in place.calls("xpk")}
     assert shlex.split(pod) == ["exec", "python3", "train.py", "--distributed", "--config=r", "--run-dir=runs/r",
                                 "--set=run.name=it's"]  # fmt: skip

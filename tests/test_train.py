@@ -431,6 +431,23 @@ def test_other_dtype_is_refused(main, straight, tmp_path, capsys, item):
     assert steps_in(run_dir) == {"4", "8", "12", "16"}
 
 
+def test_other_precision_of_the_computation_casts_nothing(house, main, straight, capsys):
+    """Case 23: weights, moments or counters that are rounded to what the config computes in, without a word."""
+    c = train.load_config(str(house.config), "cpu", ["model.compute_dtype=bfloat16"])
+    checkpoints = train.Checkpoints(straight / "checkpoints", None)
+    identity = train.read_meta(straight / "checkpoints" / str(STEPS))["data"]
+    step, *trees, _ = checkpoints.restore_latest(c, train.make_mesh(c), identity)
+    assert step == STEPS and "model.compute_dtype changes from float32 to bfloat16" in capsys.readouterr().err
+    saved = restore(straight)
+    leaves = {
+        item + jax.tree_util.keystr(path): np.asarray(x)
+        for item, tree in zip(("params", "opt_state"), trees, strict=True)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for (name, x), (_, y) in zip(sorted(leaves.items()), sorted(saved.items()), strict=True):
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), name
+
+
 # ----------------------------------------------------------------------------------------------------------- identity
 
 
