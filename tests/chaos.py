@@ -118,6 +118,7 @@ class Chaos:
         self.rng = random.Random(f"{name} {seed}")
         self.folder = house.root / f"{name} {seed}"
         self.lost: list[str] = []
+        self.running: list[subprocess.Popen] = []
         self.count = Counter(kills=0, starts=0, runs=0, signals=0, recomputed=0, twice=0, never=0, in_flight=0)
         self.moment, self.workers, self.topologies = Counter(), Counter(), Counter()
         self.delta = self.relative = self.orphans = self.stops = 0.0
@@ -138,8 +139,12 @@ class Chaos:
 
     def run(self) -> dict:
         self.reference()
-        while self.count["kills"] < self.kills and not self.lost:
-            self.one_run(self.folder / str(self.count["runs"]))
+        try:
+            while self.count["kills"] < self.kills and not self.lost:
+                self.one_run(self.folder / str(self.count["runs"]))
+        finally:  # Ctrl-C or SIGTERM: leave nobody behind
+            for process in self.running:
+                process.kill()
         return self.report()
 
     def report(self) -> dict:
@@ -195,6 +200,7 @@ class Chaos:
         else:
             logs.mkdir()
             processes = [self.house.start(run_dir, *sets, devices=devices, env=env, log=logs / "0")]
+        self.running = processes
         said = [Log(logs / str(i)) for i in range(n)]
         victim = rng.randrange(n)
         with_all = n > 1 and (moment == "start-up" or rng.random() < 0.5)  # a launcher ends all of them
@@ -366,4 +372,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
