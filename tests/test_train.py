@@ -172,16 +172,19 @@ def test_extended_run_keeps_its_curve(main, straight, tmp_path, capsys):
 
 
 def test_restart_that_ends_below_what_was_logged(main, straight, tmp_path):
-    """Case 101: points of a dead run that lie past the last checkpoint, shown twice or left behind."""
+    """Case 101: points of a dead run that lie past the last checkpoint, shown twice or left behind. Case 29: a copied
+    run without Orbax's markers that counts as incomplete; what an interrupted save has left that is deleted."""
     run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
+    shutil.copytree(straight, run_dir, ignore=shutil.ignore_patterns("commit_success.txt"))
     for step in ("12", "16"):
         shutil.rmtree(run_dir / "checkpoints" / step)
+    leftover = run_dir / "checkpoints" / "12.orbax-checkpoint-tmp-7" / "params"
+    leftover.mkdir(parents=True)
     assert main(run_dir, "run.steps=10", "run.eval_index=null") == 0
     shown = board(run_dir)
     assert shown["train/CE loss"] == list(range(1, 11)) and shown["eval/lm/all/CE loss"] == [6]
     assert rows(run_dir) == rows(straight)[:11]
-    assert steps_in(run_dir) == {"4", "8", "10"}
+    assert steps_in(run_dir) == {"4", "8", "10", leftover.parent.name} and leftover.is_dir()
 
 
 def test_checkpoint_without_its_data_position(main, straight, tmp_path, capsys):
