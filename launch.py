@@ -1042,15 +1042,17 @@ def xpk_state(job, args) -> State:
     if refused:
         return State("ended", f"a pod cannot start: {refused[0]}", 1)
     phases = Counter(pod["status"]["phase"] for pod in pods)
-    if phases["Pending"]:
-        return State("waiting", f"{phases['Pending']} of {len(pods)} pods are pending")
-    return State("running", f"{len(pods)} pods") if phases["Running"] else State("idle", "no pod of it is active")
+    pending = f"{phases['Pending']} of {len(pods)} pods are pending" if phases["Pending"] else None
+    if phases["Running"]:  # and do nothing until the last of them is there: that is no queue, it can be a stall
+        return State("running", pending or f"{len(pods)} pods")
+    return State("waiting", pending) if pending else State("idle", "no pod of it is active")
 
 
 def xpk_sign(args) -> tuple:
-    """Changes with every step that process 0 prints and every checkpoint."""
-    steps = re.findall(r"\bstep (\d+)", answer(xpk_queries(args)["tail"]))
-    return completed(args.watch), steps[-1] if steps else "?"
+    """Changes with every step that process 0 prints and every checkpoint. Step None: its log tells none, or cannot be
+    read, as when a pod is not there yet or its machine is gone; that is no reason to ask again until it can."""
+    steps = re.findall(r"\bstep (\d+)", ask(xpk_queries(args)["tail"])[1])
+    return completed(args.watch), steps[-1] if steps else None
 
 
 def xpk_follow(job, args) -> None:
@@ -1130,9 +1132,11 @@ def attend(job, args, follow: bool) -> tuple[int | None, str]:
         if state.doing in ("gone", "ended") or idle == 2:  # once may be a JobSet that starts its pods again
             return state.code, state.why
         now = insist(lambda: backend.sign(args), args) if state.doing == "running" else None
+        if now and sign and now[1] is None:
+            now = now[0], sign[1]
         if now is None or now != sign:  # a queue is no stall
             if now is not None and not follow:
-                say(f"{args.name}: step {now[1]}, checkpoint {now[0]} of {args.target}")
+                say(f"{args.name}: step {now[1] or '?'}, checkpoint {now[0]} of {args.target}")
             sign, since = now, time.monotonic()
         elif time.monotonic() - since > args.stall:
             return 1, f"stalled: no new step for {args.stall:g} s"

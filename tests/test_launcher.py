@@ -121,6 +121,8 @@ if "delete" in words:
     state["deleted"] = state["attempt"]
     leave()
 if "logs" in words:
+    if "no logs" in now:
+        leave(now["no logs"] + "\\n", 1)
     leave(f"[pod/r-0/jax-tpu] step {now.get('step', '?')}/20\\n" + now.get("log", ""))
 if "save" in now:
     complete(now["save"])
@@ -453,6 +455,10 @@ def running(step: int, **more) -> dict:
     return {"pods": [RUNNING, RUNNING], "step": step, **more}
 
 
+def half_there() -> dict:
+    return {"pods": [RUNNING, PENDING], "no logs": "container jax-tpu in pod r-1 is waiting to start"}
+
+
 def failed(*codes: int, **more) -> dict:
     return {"terminal": "Failed", "pods": [["Failed", ["code", code]] for code in codes], **more}
 
@@ -473,6 +479,8 @@ def failed(*codes: int, **more) -> dict:
         ([[{"pods": [["Pending", ["wait", "ImagePullBackOff"]]]}]] * 2, ("--retries", 1), 1, "start: ImagePullBackOff"),
         ([[{"pods": [["Pending", ["wait", "ContainerCreating"]]]}, DONE]], (), 0, "1 of 1 pods are pending"),
         ([[running(3)], [DONE]], ("--stall", 0.5), 0, "stalled: no new step for 0.5 s"),
+        ([[half_there()], [DONE]], ("--stall", 0.5), 0, "1 of 2 pods|stalled: no new step for 0.5 s"),
+        ([[running(3), half_there()] * 20 + [DONE], [DONE]], ("--stall", 0.5), 0, "step 3, checkpoint 0|stalled"),
         ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 0.5), 0, "in Kueue's queue"),
         ([[running(n) for n in range(10)] + [DONE]], ("--stall", 0.5), 0, "r: step 9, checkpoint 0 of 20"),
         ([[running(3), {"error": "net/http: TLS timeout"}, running(4), DONE]], (), 0, "TLS timeout; asking again"),
@@ -482,7 +490,7 @@ def failed(*codes: int, **more) -> dict:
         ([[{"create": 2, "say": "usage"}]], (), 2, "usage"),
     ],
     ids=["queue", "no pods", "pods failed", "restart", "gone", "preempted", "crash", "unknown", "progress", "usage",
-         "image", "creating", "stall", "long queue", "slow", "network", "no network", "short", "create",
+         "image", "creating", "stall", "half of the pods", "no logs", "long queue", "slow", "network", "no network", "short", "create",
          "create usage"],
 )  # fmt: skip
 def test_until_done_on_a_cluster(place, scenario, flags, code, says):
