@@ -164,14 +164,13 @@ class Place:
         assert text.count(old) == 1
         (self.root / "launch.py").write_text(text.replace(old, new))
 
+    def env(self, plan=(), scenario=()) -> dict[str, str]:
+        path = f"{self.root / 'bin'}:{os.environ['PATH']}"
+        return {"PATH": path, "PLAN": json.dumps(plan), "SCENARIO": json.dumps(scenario),
+                "CLUSTER_HOME": str(self.root)}  # fmt: skip
+
     def start(self, verb, *flags, plan=(), scenario=(), env=()) -> subprocess.Popen:
-        env = os.environ | {
-            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
-            "PLAN": json.dumps(plan),
-            "SCENARIO": json.dumps(scenario),
-            "CLUSTER_HOME": str(self.root),
-            **dict(env),
-        }
+        env = os.environ | self.env(plan, scenario) | dict(env)
         common = ("--config", "r", "--poll", "0.02", "--backoff", "0.01", "--max-backoff", "0.04")
         command = [sys.executable, str(self.root / "launch.py"), verb, *common, *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -585,6 +584,23 @@ def test_secrets_stay_out_of_commands_and_logs(place):
     assert "*** ***" in err and other not in err and secret not in err  # here, too
 
 
+@pytest.fixture
+def refused(place, monkeypatch, capsys):
+    """refused(*flags) -> the one line that such a submission ends with, in this process, before anything is started."""
+    monkeypatch.chdir(place.root)
+    for name, value in place.env().items():
+        monkeypatch.setenv(name, value)
+
+    def call(*flags: str) -> str:
+        argv = ["submit", "--backend", "xpk", "--config", "configs/r.yaml", *XPK, *flags]
+        assert launch.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -595,11 +611,11 @@ def test_secrets_stay_out_of_commands_and_logs(place):
         ("A=\\n", "A: its value holds"),
     ],
 )
-def test_environment_that_xpk_would_get_wrong(place, line, says):
+def test_environment_that_xpk_would_get_wrong(place, refused, line, says):
     """A variable that xpk leaves out without a word, or that breaks its YAML; the line itself may be a secret."""
     (place.root / "env").write_text(f"OK=1\n{line}\n")
-    _, err = place.xpk("submit", "--env-file", place.root / "env", expect=2)
-    assert f"env, line 2: {says}" in err and err.count("\n") == 1 and "say" not in err
+    err = refused("--env-file", "env")
+    assert f"env, line 2: {says}" in err and "say" not in err
 
 
 @pytest.mark.parametrize(
@@ -625,10 +641,9 @@ def test_environment_that_xpk_would_get_wrong(place, line, says):
     ],
     ids=lambda x: " ".join(x)[:40].replace("\n", "") if isinstance(x, tuple) else "",
 )
-def test_names_are_checked(place, flags, says):
+def test_names_are_checked(place, refused, flags, says):
     """xpk puts these into commands of a shell: a name that runs one of its own."""
-    _, err = place.xpk("submit", *flags, expect=2)
-    assert says in err and err.count("\n") == 1 and not place.calls()
+    assert says in refused(*flags) and not place.calls()
 
 
 def test_a_flag_that_is_missing_or_a_program(place):
