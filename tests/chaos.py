@@ -360,7 +360,7 @@ def main() -> int:
     args = parser.parse_args()
     path = args.folder / "reports.jsonl"
     if not args.total:
-        house = House(args.folder / "house")
+        house = House(args.folder.resolve() / "house")  # Orbax takes absolute paths only
         for name in args.campaign or CAMPAIGNS:
             report = Chaos(house, name, args.kills, args.seed).run()
             with open(path, "a") as f:
