@@ -16,7 +16,8 @@ here (--backend local) or on a cluster through the command lines of xpk and kube
 what they know of a run is its exit code and what is on its disk. A launcher has no state of its own; start it again
 after anything.
 
-Exit codes: 0 done; 1 failed, or the step does not fit; 2 wrong usage or config; 143 after SIGTERM, 130 after Ctrl-C.
+Exit codes: 0 done; 1 failed, or the step does not fit; 2 wrong usage or config; 143 after SIGTERM, 130 after Ctrl-C,
+129 when the terminal is closed.
 Read first: model.py and the step of train.py, which write every collective out.
 """
 
@@ -705,7 +706,7 @@ class StartFailed(LaunchFailed):
 
 
 class Unanswered(Exception):
-    """kubectl or gcloud failed: nothing is known about the run, least of all that it has ended."""
+    """kubectl, gcloud or a file system failed: nothing is known about the run, least of all that it has ended."""
 
 
 SECRETS: set[str] = set()  # values that no line of ours may show
@@ -823,17 +824,29 @@ def environment(path: str | None) -> dict[str, str]:
     return values
 
 
+def steps_on_disk(folder: Path) -> list[str]:
+    """Names of what is complete there. glob would take a mount that fails for an empty folder."""
+    try:
+        return [name for name in os.listdir(folder) if (folder / name / "meta" / "metadata").is_file()]
+    except FileNotFoundError:
+        return []  # nothing is saved yet
+    except OSError as e:
+        raise Unanswered(f"{folder}: {e.strerror}") from e
+
+
+def list_steps(url: str) -> list[str]:
+    return ["gcloud", "storage", "ls", f"{url.rstrip('/')}/checkpoints/*/meta/metadata"]
+
+
 def completed(run_dir: str) -> int:
     """The newest step that is complete in RUN/checkpoints, as train.py names it: N updates are done. 0: none yet."""
-    pattern = "checkpoints/*/meta/metadata"
     if run_dir.startswith("gs://"):
-        code, out, err = ask(["gcloud", "storage", "ls", f"{run_dir.rstrip('/')}/{pattern}"])
+        code, out, err = ask(list_steps(run_dir))
         if code and "matched no objects" not in err:
             raise Unanswered(f"gcloud ends with {code}: {last_line(err)}")
-        found = out.split()
+        names = [path.split("/")[-3] for path in out.split()]
     else:
-        found = map(str, Path(run_dir).glob(pattern))
-    names = [path.split("/")[-3] for path in found]
+        names = steps_on_disk(Path(run_dir) / "checkpoints")
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
@@ -906,8 +919,6 @@ def end(processes: list[subprocess.Popen], seconds: float, ask_them: bool = True
 def local_attempt(args, existing: str) -> Iterator[Local]:
     """Start the trainer's processes, or look at those of another launcher. They have ended when this block is left."""
     folder, env = Path(args.run_dir), os.environ | environment(args.env_file)
-    if existing != "look":
-        folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"launch.{i}.log" for i in range(args.processes)]
     with contextlib.ExitStack() as stack:
         if existing == "look":
@@ -915,23 +926,26 @@ def local_attempt(args, existing: str) -> Iterator[Local]:
                 raise UsageError(f"{folder}: no launcher has been at work here")
             yield Local(None, stack.enter_context(open(logs[0])))
             return
-        args.lock = args.lock or lock_run(folder, seconds=5)  # a killed launcher's trainers are gone before that
+        if args.lock is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            args.lock = lock_run(folder, seconds=5)  # a killed launcher's trainers are gone before that
         if args.lock is None:
             raise LaunchFailed(f"{folder}: another launcher is at work here; fix: end it, or monitor it")
-        logs[0].touch()
-        shown = stack.enter_context(open(logs[0]))
-        shown.seek(0, os.SEEK_END)
         processes = []
         try:
+            logs[0].touch()
+            shown = stack.enter_context(open(logs[0]))
+            shown.seek(0, os.SEEK_END)
+            stack.callback(local_follow, Local(processes, shown), args)
+            stack.callback(end, processes, args.grace)  # the callback that is named last runs first
             for path, command in zip(logs, local_commands(args), strict=True):
                 with open(path, "a") as log:
                     print(f"# {time.strftime('%F %T')} {shlex.join(command)}", file=log, flush=True)
                     streams = {"stdout": log, "stderr": subprocess.STDOUT}
                     processes.append(child(command, **streams, env=env, pass_fds=[args.lock.fileno()]))
-            yield Local(processes, shown)
-        finally:
-            end(processes, args.grace)
-            local_follow(Local(processes, shown), args)
+        except OSError as e:  # a full disk, or no memory for another process
+            raise StartFailed(f"{e.filename or folder}: {e.strerror}") from e
+        yield Local(processes, shown)
 
 
 def local_state(job: Local, args) -> State:
@@ -954,7 +968,13 @@ LEAVE = 60  # seconds; train.HEARTBEAT and some more
 def local_sign(args) -> tuple:
     """Changes with every step and every checkpoint."""
     metrics = Path(args.run_dir) / "metrics.jsonl"
-    return completed(args.watch), metrics.stat().st_size if metrics.exists() else 0
+    try:
+        size = metrics.stat().st_size
+    except FileNotFoundError:
+        size = 0
+    except OSError as e:
+        raise Unanswered(f"{metrics}: {e.strerror}") from e
+    return completed(args.watch), size
 
 
 def local_follow(job: Local, args) -> None:
@@ -1022,15 +1042,17 @@ def xpk_state(job, args) -> State:
     if refused:
         return State("ended", f"a pod cannot start: {refused[0]}", 1)
     phases = Counter(pod["status"]["phase"] for pod in pods)
-    if phases["Pending"]:
-        return State("waiting", f"{phases['Pending']} of {len(pods)} pods are pending")
-    return State("running", f"{len(pods)} pods") if phases["Running"] else State("idle", "no pod of it is active")
+    pending = f"{phases['Pending']} of {len(pods)} pods are pending" if phases["Pending"] else None
+    if phases["Running"]:  # and do nothing until the last of them is there: that is no queue, it can be a stall
+        return State("running", pending or f"{len(pods)} pods")
+    return State("waiting", pending) if pending else State("idle", "no pod of it is active")
 
 
 def xpk_sign(args) -> tuple:
-    """Changes with every step that process 0 prints and every checkpoint."""
-    steps = re.findall(r"\bstep (\d+)", answer(xpk_queries(args)["tail"]))
-    return completed(args.watch), steps[-1] if steps else "?"
+    """Changes with every step that process 0 prints and every checkpoint. Step None: its log tells none, or cannot be
+    read, as when a pod is not there yet or its machine is gone; that is no reason to ask again until it can."""
+    steps = re.findall(r"\bstep (\d+)", ask(xpk_queries(args)["tail"])[1])
+    return completed(args.watch), steps[-1] if steps else None
 
 
 def xpk_follow(job, args) -> None:
@@ -1110,9 +1132,11 @@ def attend(job, args, follow: bool) -> tuple[int | None, str]:
         if state.doing in ("gone", "ended") or idle == 2:  # once may be a JobSet that starts its pods again
             return state.code, state.why
         now = insist(lambda: backend.sign(args), args) if state.doing == "running" else None
+        if now and sign and now[1] is None:
+            now = now[0], sign[1]
         if now is None or now != sign:  # a queue is no stall
             if now is not None and not follow:
-                say(f"{args.name}: step {now[1]}, checkpoint {now[0]} of {args.target}")
+                say(f"{args.name}: step {now[1] or '?'}, checkpoint {now[0]} of {args.target}")
             sign, since = now, time.monotonic()
         elif time.monotonic() - since > args.stall:
             return 1, f"stalled: no new step for {args.stall:g} s"
@@ -1125,7 +1149,7 @@ def run_submit(args) -> int:
             say(f"submitted; python launch.py monitor, with the same flags, shows workload {args.workload}")
             return 0
         code, why = attend(job, args, follow=True)
-    say(f"{args.name}: {why}, step {completed(args.watch)} of {args.target}")
+    say(f"{args.name}: {why}, step {insist(lambda: completed(args.watch), args)} of {args.target}")
     return 1 if code is None else code
 
 
@@ -1174,6 +1198,7 @@ def run_until_done(args) -> int:
 def print_commands(args) -> int:
     """--dry-run: what would be run, a line each, as a shell takes it."""
     commands = local_commands(args) if args.backend == "local" else [xpk_create(args), *xpk_queries(args).values()]
+    commands += [list_steps(args.watch)] if args.watch.startswith("gs://") else []
     print("\n".join(map(shlex.join, commands)))
     return 0
 
@@ -1339,5 +1364,7 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PREEMPTED))  # not without cleaning up
+    for order in (signal.SIGTERM, signal.SIGHUP):  # not without cleaning up
+        if signal.getsignal(order) != signal.SIG_IGN:  # nohup
+            signal.signal(order, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Kill training runs at random moments, again and again, and report what was lost (nothing may be).
 
-    python tests/chaos.py FOLDER [--campaign NAME ...] [--kills 14] [--seed 0]      about 7 s a kill
+    python tests/chaos.py FOLDER [--campaign NAME ...] [--kills 14] [--seed 0] [--minutes M]     about 7 s a kill
     python tests/chaos.py FOLDER --total                                            the sum of all reports in FOLDER
 
 A campaign trains a tiny model for 40 steps (two epochs, a save every third step, an evaluation every seventh). Each
@@ -112,15 +112,20 @@ class Log:
 class Chaos:
     """One campaign: starts, kills and comparisons; `report` counts them, `lost` says what went wrong."""
 
-    def __init__(self, house: House, name: str, kills: int, seed: int, moments=tuple(MOMENTS), steps=STEPS):
+    def __init__(self, house: House, name, kills: int, seed: int, moments=tuple(MOMENTS), steps=STEPS, minutes=1e6):
+        self.deadline = time.monotonic() + 60 * minutes
         self.house, self.campaign, self.kills, self.moments = house, CAMPAIGNS[name], kills, moments
         self.steps = steps
         self.rng = random.Random(f"{name} {seed}")
         self.folder = house.root / f"{name} {seed}"
         self.lost: list[str] = []
+        self.running: list[subprocess.Popen] = []
         self.count = Counter(kills=0, starts=0, runs=0, signals=0, recomputed=0, twice=0, never=0, in_flight=0)
         self.moment, self.workers, self.topologies = Counter(), Counter(), Counter()
         self.delta = self.relative = self.orphans = self.stops = 0.0
+
+    def enough(self) -> bool:
+        return self.count["kills"] >= self.kills or time.monotonic() > self.deadline
 
     def sets(self, workers: int) -> list[str]:
         return [f"run.steps={self.steps}", f"run.checkpoint_every={SAVES}", f"run.eval_every={EVALUATIONS}",
@@ -138,8 +143,12 @@ class Chaos:
 
     def run(self) -> dict:
         self.reference()
-        while self.count["kills"] < self.kills and not self.lost:
-            self.one_run(self.folder / str(self.count["runs"]))
+        try:
+            while not self.enough() and not self.lost:
+                self.one_run(self.folder / str(self.count["runs"]))
+        finally:  # Ctrl-C or SIGTERM: leave nobody behind
+            for process in self.running:
+                process.kill()
         return self.report()
 
     def report(self) -> dict:
@@ -180,7 +189,7 @@ class Chaos:
         rng, logs = self.rng, run_dir.parent / "logs" / f"{run_dir.name}.{attempt}"
         topology, workers = rng.choice(self.campaign.topologies), rng.choice((0, 0, 1, 2))
         moment = rng.choices(self.moments, [WEIGHT.get(m, 1) for m in self.moments])[0]
-        if self.count["kills"] >= self.kills or self.known == self.steps:
+        if self.enough() or self.known == self.steps:
             moment = "end"
         sent = rng.choices([[signal.SIGKILL], [signal.SIGTERM], [signal.SIGTERM] * 2], (6, 1, 1))[0]
         sets, env = self.sets(workers), []
@@ -195,6 +204,7 @@ class Chaos:
         else:
             logs.mkdir()
             processes = [self.house.start(run_dir, *sets, devices=devices, env=env, log=logs / "0")]
+        self.running = processes
         said = [Log(logs / str(i)) for i in range(n)]
         victim = rng.randrange(n)
         with_all = n > 1 and (moment == "start-up" or rng.random() < 0.5)  # a launcher ends all of them
@@ -350,13 +360,14 @@ def main() -> int:
     parser.add_argument("--campaign", action="append", choices=CAMPAIGNS, help="default: all of them")
     parser.add_argument("--kills", type=int, default=14, help="of each campaign (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="after these a campaign kills no more, it completes")
     parser.add_argument("--total", action="store_true", help="start nothing, add up the reports in FOLDER")
     args = parser.parse_args()
     path = args.folder / "reports.jsonl"
     if not args.total:
-        house = House(args.folder / "house")
+        house = House(args.folder.resolve() / "house")  # Orbax takes absolute paths only
         for name in args.campaign or CAMPAIGNS:
-            report = Chaos(house, name, args.kills, args.seed).run()
+            report = Chaos(house, name, args.kills, args.seed, minutes=args.minutes).run()
             with open(path, "a") as f:
                 f.write(json.dumps(report) + "\n")
     reports = [json.loads(line) for line in path.read_text().splitlines()]
@@ -366,4 +377,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -13,11 +13,14 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from harness import REPO, STEPS, assert_same_run, rows, steps_in, write_corpus
+
+import launch
 
 # --------------------------------------------------------------------------------------------------------- the stubs
 
@@ -118,6 +121,8 @@ if "delete" in words:
     state["deleted"] = state["attempt"]
     leave()
 if "logs" in words:
+    if "no logs" in now:
+        leave(now["no logs"] + "\\n", 1)
     leave(f"[pod/r-0/jax-tpu] step {now.get('step', '?')}/20\\n" + now.get("log", ""))
 if "save" in now:
     complete(now["save"])
@@ -153,14 +158,19 @@ class Place:
         for name in ("xpk", "kubectl", "gcloud"):
             executable(root / "bin" / name, CLUSTER)
 
+    def patch(self, old: str, new: str) -> None:
+        """Other seconds in this copy of launch.py."""
+        text = (self.root / "launch.py").read_text()
+        assert text.count(old) == 1
+        (self.root / "launch.py").write_text(text.replace(old, new))
+
+    def env(self, plan=(), scenario=()) -> dict[str, str]:
+        path = f"{self.root / 'bin'}:{os.environ['PATH']}"
+        return {"PATH": path, "PLAN": json.dumps(plan), "SCENARIO": json.dumps(scenario),
+                "CLUSTER_HOME": str(self.root)}  # fmt: skip
+
     def start(self, verb, *flags, plan=(), scenario=(), env=()) -> subprocess.Popen:
-        env = os.environ | {
-            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
-            "PLAN": json.dumps(plan),
-            "SCENARIO": json.dumps(scenario),
-            "CLUSTER_HOME": str(self.root),
-            **dict(env),
-        }
+        env = os.environ | self.env(plan, scenario) | dict(env)
         common = ("--config", "r", "--poll", "0.02", "--backoff", "0.01", "--max-backoff", "0.04")
         command = [sys.executable, str(self.root / "launch.py"), verb, *common, *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -189,8 +199,12 @@ XPK = ("--cluster", "c", "--project", "project-1", "--zone", "us-central1-a", "-
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path) -> Iterator[Place]:
+    signals = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {s: signal.signal(s, handler) for s, handler in signals.items()}  # where the tests run under nohup or as a
+    yield Place(tmp_path)  # job in the background, the launcher would inherit that these are to be ignored
+    for s, handler in before.items():
+        signal.signal(s, handler)
 
 
 def wait_for(what, seconds: float = 20):
@@ -266,6 +280,17 @@ def test_retries_are_counted_as_they_are_and_waits_grow(place):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("backend", "waits"), [("local", (0.5, 1, 60)), ("xpk", (60, 300, 3600))])
+def test_waits_that_nobody_chose(backend, waits, monkeypatch):
+    """A cluster that is asked for 512 chips every second."""
+    monkeypatch.chdir(REPO)
+    args = launch.parse_args(
+        ["resume-until-done", "--config", "quickstart", "--backend", backend, *XPK, "--watch", "gs://b/r"]
+    )
+    launch.check_launch(args)
+    assert (args.poll, args.backoff, args.max_backoff) == waits and args.retries == 10
+
+
 def test_what_is_not_a_complete_step_does_not_count(place):
     """A numbered folder that is empty, a leftover of an interrupted save, one set aside: taken for the last step."""
     for name in ("20", "20.orbax-checkpoint-tmp-7/meta", "20.damaged/meta", "step_20/meta"):
@@ -279,22 +304,27 @@ def test_what_is_not_a_complete_step_does_not_count(place):
 @pytest.mark.parametrize("action", ["sleep 60", "deaf"])
 def test_stall(place, action):
     """A trainer that hangs, or hangs and does not hear SIGTERM: for ever (case 113). One that is slow is no stall."""
-    slow = ["sleep 0.3", "metrics"] * 8
+    slow = ["sleep 0.3", "metrics"] * (8 if action != "deaf" else 0)
     plan = [["save 4", action, "sleep 60"], [*slow, "save 20", "exit 0"]]
     _, err = place.launch("resume-until-done", "--stall", 2, "--grace", 0.5, plan=plan)
     assert err.count("stalled: no new step for 2 s") == 1 and (place.run / "attempts.0").read_text() == "2"
     assert ("not ended after 0.5 s: killed" in err) == (action == "deaf")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_that_is_asked_to_end_lets_the_trainer_save(place, sent):
-    """Steps since the last checkpoint lost, or a trainer that stays."""
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_launcher_that_is_asked_to_end_lets_the_trainer_save(place, sent, code):
+    """Steps since the last checkpoint lost, or a trainer that stays; also when its terminal is closed."""
     process = place.start("resume-until-done", "--processes", 2, plan=[["linger 7"]])
     wait_for(lambda: (place.run / "up.0").exists() and (place.run / "up.1").exists())
     process.send_signal(sent)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
-    assert steps_in(place.run) == {"7"} and "saved" in err and out == "" and "Traceback" not in err
+    assert (
+        process.returncode == code
+        and steps_in(place.run) == {"7"}
+        and "saved" in err
+        and out == ""
+        and "Traceback" not in err
+    )
     assert not any(alive(int((place.run / f"pid.{i}").read_text())) for i in (0, 1))
 
 
@@ -319,8 +349,49 @@ def test_kill_of_the_launcher_takes_the_trainers_along(place):
     wait_for(lambda: not any(map(alive, pids)), seconds=5)
 
 
+def test_nohup(place):
+    """A run of weeks that ends with the connection it was started from, although it was told not to."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = place.start("resume-until-done", plan=[["print up", "sleep 0.5", "save 20", "exit 0"]])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(lambda: (place.run / "pid.0").exists())
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=20) == 0
+
+
+def test_storage_that_fails_for_a_while(place):
+    """A mount that is gone for a minute ends the run, or counts as no checkpoint at all."""
+    loop = place.run / "checkpoints"
+    loop.parent.mkdir()
+    loop.symlink_to(loop)  # "Too many levels of symbolic links", for root too
+    process = place.start("resume-until-done", plan=[["save 20", "exit 0"]])
+    said = process.stderr.readline()
+    assert "checkpoints: Too many levels of symbolic links; asking again" in said
+    loop.unlink()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    loop.rename(place.run / "there")
+    loop.symlink_to(loop)
+    for verb in ("submit", "resume-until-done"):
+        _, err = place.launch(verb, "--stall", 0.1, plan=[[], ["exit 0"]], expect=1)
+        assert "so for 0.1 s; nothing was stopped" in err.splitlines()[-1], err
+
+
+def test_an_attempt_that_cannot_be_started_is_one_of_many(place):
+    """A disk that is full for a minute, where the launcher writes its log."""
+    log = place.run / "launch.0.log"
+    log.mkdir(parents=True)
+    _, err = place.launch("resume-until-done", "--retries", 2, expect=1)
+    assert err.count("launch.0.log: Is a directory, step 0 of 20") == 3 and "gave up: 2 retries in a row" in err
+    log.rmdir()
+    place.launch("resume-until-done", plan=[["save 20", "exit 0"]])
+
+
 def test_two_launchers_of_one_run(place):
     """Two trainers that overwrite each other's checkpoints; a lock that a killed launcher leaves behind."""
+    place.patch("lock_run(folder, seconds=5)", "lock_run(folder, seconds=0.5)")
     first = place.start("resume-until-done", plan=[["linger 7"], ["save 20", "exit 0"]])
     wait_for(lambda: (place.run / "up.0").exists())
     _, err = place.launch("submit", expect=1)
@@ -335,9 +406,7 @@ def test_two_launchers_of_one_run(place):
 def test_processes(place):
     """A failed process whose fellows wait for it; an error of one that is lost among what follows from it; 0 of one
     taken for the end of all."""
-    text = (place.root / "launch.py").read_text()
-    assert "LEAVE = 60" in text  # seconds
-    (place.root / "launch.py").write_text(text.replace("LEAVE = 60", "LEAVE = 0.5"))
+    place.patch("LEAVE = 60", "LEAVE = 0.5")
     plan = [[["linger 4"], ["exit 1"]], [["exit 1"], ["exit 143"]], [["save 20", "exit 0"], ["exit 0"]]]
     _, err = place.launch("resume-until-done", "--processes", 2, plan=plan)
     assert "not ended after 0.5 s: killed" in err and "attempt 1: exit code 137" in err
@@ -389,6 +458,10 @@ def running(step: int, **more) -> dict:
     return {"pods": [RUNNING, RUNNING], "step": step, **more}
 
 
+def half_there() -> dict:
+    return {"pods": [RUNNING, PENDING], "no logs": "container jax-tpu in pod r-1 is waiting to start"}
+
+
 def failed(*codes: int, **more) -> dict:
     return {"terminal": "Failed", "pods": [["Failed", ["code", code]] for code in codes], **more}
 
@@ -409,6 +482,8 @@ def failed(*codes: int, **more) -> dict:
         ([[{"pods": [["Pending", ["wait", "ImagePullBackOff"]]]}]] * 2, ("--retries", 1), 1, "start: ImagePullBackOff"),
         ([[{"pods": [["Pending", ["wait", "ContainerCreating"]]]}, DONE]], (), 0, "1 of 1 pods are pending"),
         ([[running(3)], [DONE]], ("--stall", 0.5), 0, "stalled: no new step for 0.5 s"),
+        ([[half_there()], [DONE]], ("--stall", 0.5), 0, "1 of 2 pods|stalled: no new step for 0.5 s"),
+        ([[running(3), half_there()] * 20 + [DONE], [DONE]], ("--stall", 0.5), 0, "step 3, checkpoint 0|stalled"),
         ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 0.5), 0, "in Kueue's queue"),
         ([[running(n) for n in range(10)] + [DONE]], ("--stall", 0.5), 0, "r: step 9, checkpoint 0 of 20"),
         ([[running(3), {"error": "net/http: TLS timeout"}, running(4), DONE]], (), 0, "TLS timeout; asking again"),
@@ -418,7 +493,7 @@ def failed(*codes: int, **more) -> dict:
         ([[{"create": 2, "say": "usage"}]], (), 2, "usage"),
     ],
     ids=["queue", "no pods", "pods failed", "restart", "gone", "preempted", "crash", "unknown", "progress", "usage",
-         "image", "creating", "stall", "long queue", "slow", "network", "no network", "short", "create",
+         "image", "creating", "stall", "half of the pods", "no logs", "long queue", "slow", "network", "no network", "short", "create",
          "create usage"],
 )  # fmt: skip
 def test_until_done_on_a_cluster(place, scenario, flags, code, says):
@@ -509,7 +584,25 @@ def test_secrets_stay_out_of_commands_and_logs(place):
     assert secret not in everything and other not in everything
     _, err = place.xpk("submit", "--env-file", file, "--set", f"a.b=x{secret}", expect=2, **how)
     assert "the value of HF_TOKEN stands in a flag" in err and secret not in err
-    place.launch("submit", "--env-file", file, plan=[[f"print {other}", "exit 0"]], env=how["env"])  # here, too
+    _, err = place.launch("submit", "--env-file", file, plan=[[f"print {other} {secret}", "exit 0"]], env=how["env"])
+    assert "*** ***" in err and other not in err and secret not in err  # here, too
+
+
+@pytest.fixture
+def refused(place, monkeypatch, capsys):
+    """refused(*flags) -> the one line that such a submission ends with, in this process, before anything is started."""
+    monkeypatch.chdir(place.root)
+    for name, value in place.env().items():
+        monkeypatch.setenv(name, value)
+
+    def call(*flags: str) -> str:
+        argv = ["submit", "--backend", "xpk", "--config", "configs/r.yaml", *XPK, *flags]
+        assert launch.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -522,11 +615,11 @@ def test_secrets_stay_out_of_commands_and_logs(place):
         ("A=\\n", "A: its value holds"),
     ],
 )
-def test_environment_that_xpk_would_get_wrong(place, line, says):
+def test_environment_that_xpk_would_get_wrong(place, refused, line, says):
     """A variable that xpk leaves out without a word, or that breaks its YAML; the line itself may be a secret."""
     (place.root / "env").write_text(f"OK=1\n{line}\n")
-    _, err = place.xpk("submit", "--env-file", place.root / "env", expect=2)
-    assert f"env, line 2: {says}" in err and err.count("\n") == 1 and "say" not in err
+    err = refused("--env-file", "env")
+    assert f"env, line 2: {says}" in err and "say" not in err
 
 
 @pytest.mark.parametrize(
@@ -552,10 +645,9 @@ def test_environment_that_xpk_would_get_wrong(place, line, says):
     ],
     ids=lambda x: " ".join(x)[:40].replace("\n", "") if isinstance(x, tuple) else "",
 )
-def test_names_are_checked(place, flags, says):
+def test_names_are_checked(place, refused, flags, says):
     """xpk puts these into commands of a shell: a name that runs one of its own."""
-    _, err = place.xpk("submit", *flags, expect=2)
-    assert says in err and err.count("\n") == 1 and not place.calls()
+    assert says in refused(*flags) and not place.calls()
 
 
 def test_a_flag_that_is_missing_or_a_program(place):
@@ -571,12 +663,14 @@ def test_a_flag_that_is_missing_or_a_program(place):
 
 def test_dry_run_prints_the_commands(place):
     """A dry run that does something, or shows other commands than are run."""
-    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket")
+    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket",
+             "--watch", "gs://bucket/r")  # fmt: skip
     out, _ = place.xpk("resume-until-done", *flags, "--dry-run")
     assert not place.calls() and not place.run.exists()
     shown = [shlex.split(line) for line in out.splitlines()]
     place.xpk("resume-until-done", *flags, scenario=[[running(1), {"pods": []}, {"pods": []}], [DONE]])
-    assert all(call in shown for call in place.calls()) and len(place.calls("xpk")) == 2
+    assert all(call in shown for call in place.calls()) and {c[0] for c in shown} == {"xpk", "kubectl", "gcloud"}
+    assert len(place.calls("xpk")) == 2
     (pod,) = {call[-1].removeprefix("--command=") for call in place.calls("xpk")}
     assert shlex.split(pod) == ["exec", "python3", "train.py", "--distributed", "--config=r", "--run-dir=runs/r",
                                 "--set=run.name=it's"]  # fmt: skip
@@ -626,26 +720,24 @@ def steps_logged(run_dir: Path) -> int:
 
 
 def test_until_done_under_kill_9(house, straight, tmp_path):
-    """The trainer is killed, then the launcher: workers and trainers that outlive it, a run that starts again from
-    zero, a step lost or trained twice. Loader workers are processes of their own."""
-    run_dir, workers = tmp_path / "run", "loader_workers=2"
-    launcher = real(house, "resume-until-done", run_dir, workers)
-    wait_for(lambda: steps_logged(run_dir) >= 6, seconds=90)
-    (trainer,) = children(launcher.pid)
-    first = descendants(launcher.pid)
-    assert len(first) >= 3
-    os.kill(trainer, signal.SIGKILL)
-    wait_for(lambda: not any(map(alive, first)), seconds=5)
-    wait_for(lambda: steps_logged(run_dir) >= 10 and len(descendants(launcher.pid)) >= 3, seconds=90)
-    second = descendants(launcher.pid)
+    """The launcher is killed, then the trainer: workers and trainers that outlive it, a run that starts again from
+    zero, a step lost or trained twice, also with another number of loader workers (processes of their own)."""
+    run_dir = tmp_path / "run"
+    launcher = real(house, "resume-until-done", run_dir, "loader_workers=1")
+    wait_for(lambda: steps_logged(run_dir) >= 6 and "4" in steps_in(run_dir), seconds=90)
+    below = descendants(launcher.pid)
+    assert len(below) >= 2
     launcher.kill()
-    _, err = launcher.communicate()
-    assert "attempt 1: exit code 137" in err
-    wait_for(lambda: not any(map(alive, second)), seconds=5)
-    launcher = real(house, "resume-until-done", run_dir, workers)
+    launcher.communicate()
+    wait_for(lambda: not any(map(alive, below)), seconds=5)
+    newest = max(int(name) for name in steps_in(run_dir) if name.isdigit())
+    launcher = real(house, "resume-until-done", run_dir, "loader_workers=0")
+    (trainer,) = wait_for(lambda: children(launcher.pid))
+    os.kill(trainer, signal.SIGKILL)
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and json.loads(out)["step"] == STEPS, err
-    assert "resuming from" in err
+    assert f"attempt 1: exit code 137, step {newest} of {STEPS}; again in 1 s" in err, err
+    assert f"resuming from {run_dir / 'checkpoints' / str(newest)}: " in err, err
     assert_same_run(run_dir, straight)
 
 
@@ -661,6 +753,7 @@ def test_several_processes_under_kill_9(house, tmp_path):
     assert [row["step"] for row in rows(run_dir) if "train/CE loss" in row] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_config_that_train_py_refuses_is_tried_once(house, tmp_path):
     """A typo that is started again all night."""
     process = real(house, "resume-until-done", tmp_path / "run", "model.d_modle=1")

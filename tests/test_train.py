@@ -91,19 +91,20 @@ def test_straight_run(straight):
 
 
 @pytest.mark.parametrize(
-    ("workers", "kills"),
+    ("kills", "last"),
     [
-        (0, [("step", 3), ("save", 8)]),
-        (3, [("save", 4), ("evaluation batch", 3)]),
+        ([("step", 3, 0), ("save", 8, 0)], 0),
+        ([("save", 4, 3), ("evaluation batch", 3, 0)], 1),
     ],
 )
-def test_killed_run_continues_to_the_bit(house, straight, tmp_path, workers, kills):
-    """Law 2: anything that a kill -9 loses or doubles: data position, moments, window, metrics lines, TensorBoard."""
-    for place, number in kills:
+def test_killed_run_continues_to_the_bit(house, straight, tmp_path, kills, last):
+    """Law 2: anything that a kill -9 loses or doubles: data position, moments, window, metrics lines, TensorBoard; a
+    position that fits one number of loader workers only (case 11)."""
+    for place, number, workers in kills:
         process = house.start(tmp_path, f"loader_workers={workers}", hook=(place, number, signal.SIGKILL))
         _, err = process.communicate(timeout=120)
         assert process.returncode == -signal.SIGKILL, err
-    house.run(tmp_path, f"loader_workers={workers}")
+    house.run(tmp_path, f"loader_workers={last}")
     assert_same_run(tmp_path, straight)
     assert steps_in(tmp_path) == {"4", "8", "12", "16"}  # and no half of a save is left
 
@@ -170,6 +171,41 @@ def test_extended_run_keeps_its_curve(main, straight, tmp_path, capsys):
     old, new = [schedule_of(total) for total in (40, 60)]
     assert got[:20] == pytest.approx([old(s) for s in range(1, 21)], rel=1e-6)
     assert got[20:] == pytest.approx([new(s) for s in (21, 22)], rel=1e-6)
+
+
+def test_restart_that_ends_below_what_was_logged(main, straight, tmp_path):
+    """Case 101: points of a dead run that lie past the last checkpoint, shown twice or left behind. Case 29: a copied
+    run without Orbax's markers that counts as incomplete; what an interrupted save has left that is deleted."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir, ignore=shutil.ignore_patterns("commit_success.txt"))
+    for step in ("12", "16"):
+        shutil.rmtree(run_dir / "checkpoints" / step)
+    leftover = run_dir / "checkpoints" / "12.orbax-checkpoint-tmp-7" / "params"
+    leftover.mkdir(parents=True)
+    assert main(run_dir, "run.steps=10", "run.eval_index=null") == 0
+    shown = board(run_dir)
+    assert shown["train/CE loss"] == list(range(1, 11)) and shown["eval/lm/all/CE loss"] == [6]
+    assert rows(run_dir) == rows(straight)[:11]
+    assert steps_in(run_dir) == {"4", "8", "10", leftover.parent.name} and leftover.is_dir()
+
+
+def test_checkpoint_without_its_data_position(main, straight, tmp_path, capsys):
+    """Case 7: weights that are restored and data that begins anew, so that its start is seen twice."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    for step in ("4", "8"):
+        shutil.rmtree(run_dir / "checkpoints" / step)
+    metadata = run_dir / "checkpoints" / "12" / "meta" / "metadata"
+    meta = json.loads(metadata.read_text())
+    del meta["instances_seen"]
+    metadata.write_text(json.dumps(meta))
+    shutil.rmtree(run_dir / "checkpoints" / "16" / "meta")
+    before = snapshot(run_dir / "tensorboard") | {"metrics": (run_dir / "metrics.jsonl").read_bytes()}
+    assert main(run_dir) == 1
+    err = capsys.readouterr().err
+    assert "16 is damaged: item 'meta' cannot be read" in err and "12 is damaged: item 'meta'" in err
+    assert "lacks instances_seen" in err and "no usable checkpoint is left" in err
+    assert snapshot(run_dir / "tensorboard") | {"metrics": (run_dir / "metrics.jsonl").read_bytes()} == before
 
 
 def schedule_of(total: int):
@@ -417,6 +453,23 @@ def test_other_dtype_is_refused(main, straight, tmp_path, capsys, item):
     err = capsys.readouterr().err.splitlines()[-1]
     assert "wq" in err and "bfloat16" in err and "float32" in err and str(folder) in err
     assert steps_in(run_dir) == {"4", "8", "12", "16"}
+
+
+def test_other_precision_of_the_computation_casts_nothing(house, main, straight, capsys):
+    """Case 23: weights, moments or counters that are rounded to what the config computes in, without a word."""
+    c = train.load_config(str(house.config), "cpu", ["model.compute_dtype=bfloat16"])
+    checkpoints = train.Checkpoints(straight / "checkpoints", None)
+    identity = train.read_meta(straight / "checkpoints" / str(STEPS))["data"]
+    step, *trees, _ = checkpoints.restore_latest(c, train.make_mesh(c), identity)
+    assert step == STEPS and "model.compute_dtype changes from float32 to bfloat16" in capsys.readouterr().err
+    saved = restore(straight)
+    leaves = {
+        item + jax.tree_util.keystr(path): np.asarray(x)
+        for item, tree in zip(("params", "opt_state"), trees, strict=True)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for (name, x), (_, y) in zip(sorted(leaves.items()), sorted(saved.items()), strict=True):
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), name
 
 
 # ----------------------------------------------------------------------------------------------------------- identity
