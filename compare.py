@@ -690,12 +690,13 @@ def draw(
             color="0.6",
             alpha=0.25,
             lw=0,
-            label="tolerance, or noise if more",
+            label="band: tolerance, noise, twice held-out",
         )
         for n, stretch in enumerate(verdict["stretches"]):
             for axes in (top, low):
                 axes.axvspan(stretch["first"], stretch["last"], color="tab:red", alpha=0.12, lw=0,
                              label=None if n else "training loss departs, held-out loss does not")  # fmt: skip
+        sizes += [float(np.quantile(np.abs(verdict[side]), 0.9)) for side in ("low", "high")]
     bound = 1.15 * max([*sizes, 1e-6])
     low.axhline(0, color="k", lw=0.6)
     low.set(xlabel="step", ylabel=f"difference to {runs[-1].name}", ylim=(-bound, bound))
@@ -724,11 +725,13 @@ def wander(delta: np.ndarray) -> float:
 def detect(args: argparse.Namespace) -> dict:
     """Where does training loss of A depart from B's while held-out loss does not? Exit code 1 if anywhere.
 
-    D is the mean difference (A - B) of training loss in a bin of steps (--bin); H that of held-out loss (mean over the
-    sets that both have), anything between the evaluations before and after it. A bin fires if both hold:
-      departs   |D| > --tolerance, and > z times its noise: the standard error of the bin, or how far D wanders from
-                bin to bin if that is more
-      alone     what is left of D after the nearest H is more than half of D, and more than z times the noise of both
+    D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
+    the sets that both have: of the evaluations in the bin, or anything between the one before and the one after. N is
+    the standard error of D, or how far D - H wanders from bin to bin if that is more. A bin fires if D lies outside a
+    band that reaches, below and above, as far as the farthest of these does:
+      -T, +T          T: --tolerance, or z N if more
+      H - zN, H + zN
+      2 H             held-out loss moves by half as much or more: the models differ, as they may
     z is the normal quantile at which all bins together fire by chance in --alpha of comparisons. The run whose training
     loss is lower there has probably seen the instances before. Both runs need the same training data: another mix
     shifts training loss alone too. Bins without a held-out evaluation near are not judged."""
@@ -751,19 +754,24 @@ def detect(args: argparse.Namespace) -> dict:
     return judge(args, runs, labels, np.array(evaluated), held, bins, width)
 
 
-def nearest_heldout(centre: np.ndarray, steps: np.ndarray, held: np.ndarray, width: int):
-    """(lowest, highest H about each bin, whether there is any): between two evaluations, or within a bin of one."""
-    after = np.searchsorted(steps, centre)
-    before = np.clip(after - 1, 0, None)
-    known = ((after > 0) | (steps[0] - centre <= width)) & ((after < len(steps)) | (centre - steps[-1] <= width))
-    pair = held[before], held[np.clip(after, None, len(steps) - 1)]
-    return np.minimum(*pair), np.maximum(*pair), known
+def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(lowest, highest) H of each bin: the mean of the evaluations in it, or the two about it; NaN farther than a bin
+    before the first and behind the last."""
+    bounds = []
+    for centre in bins.centre:
+        inside = held[np.abs(steps - centre) <= width / 2]
+        before, after = held[steps <= centre][-1:], held[steps >= centre][:1]
+        beyond = min(np.abs(steps - centre)) > width and not (len(before) and len(after))
+        near = [inside.mean()] if len(inside) else [math.nan] if beyond else [*before, *after]
+        bounds.append((min(near), max(near)))
+    return tuple(np.array(bounds).reshape(-1, 2).T)
 
 
 def judge(
     args, runs: list[Run], labels: list[str], steps: np.ndarray, held: np.ndarray, bins: Bins, width: int
 ) -> dict:
-    lowest, highest, known = nearest_heldout(bins.centre, steps, held, width)
+    lowest, highest = heldout_about(bins, steps, held, width)
+    known = np.isfinite(lowest)
     known &= np.isfinite(bins.error)
     if not known.any():
         raise ValueError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
@@ -771,11 +779,11 @@ def judge(
     bins, lowest, highest = Bins(*(x[known] for x in bins)), lowest[known], highest[known]
     z = NormalDist().inv_cdf(1 - args.alpha / (2 * len(bins.delta)))
     D, H = bins.delta, np.clip(bins.delta, lowest, highest)
-    noise = np.maximum(bins.error, wander(D))
-    noise_of_both = np.hypot(noise, wander(held))
-    floor = np.maximum(args.tolerance, z * noise)
-    rest = np.maximum(np.abs(D) / 2, z * noise_of_both)
-    fires = (np.abs(D) > floor) & (np.abs(D - H) > rest)
+    noise = np.maximum(bins.error, wander(D - (lowest + highest) / 2))
+    tolerated = np.maximum(args.tolerance, z * noise)
+    low = np.minimum.reduce([-tolerated, lowest - z * noise, 2 * lowest])
+    high = np.maximum.reduce([tolerated, highest + z * noise, 2 * highest])
+    fires = (D < low) | (D > high)
     stretches = []
     for side in (-1, 1):
         at = np.flatnonzero(fires & (np.sign(D) == side))
@@ -787,12 +795,12 @@ def judge(
                     "largest": float(D[group][np.argmax(np.abs(D[group]))]),
                 })  # fmt: skip
     stretches.sort(key=lambda s: s["first"])
-    verdict = {"stretches": stretches, "centres": bins.centre, "low": -floor, "high": floor}
+    verdict = {"stretches": stretches, "centres": bins.centre, "low": low, "high": high}
     panel = (runs[0], bins, None, {" + ".join(labels): (steps, held)})
     picture = draw(args.png, runs, [panel], width, None, verdict)
     return {"runs": [r.describe() for r in runs], "fires": bool(stretches), "stretches": stretches, "bin": width,
             "bins_judged": len(D), "bins_fired": int(fires.sum()), "z": z, "tolerance": args.tolerance,
-            "noise": {"training": float(np.median(noise)), "heldout": wander(held)}, "heldout_labels": labels,
+            "noise": float(np.median(noise)), "heldout_labels": labels,
             "mean": {"training": float(D.mean()), "heldout": float(held.mean())},
             "picture": picture, "notes": notes(runs)}  # fmt: skip
 
