@@ -500,15 +500,15 @@ def compare_bins(a: Series, b: Series, width: int) -> Bins:
     """Steps 1 to width, width + 1 to 2 width, ... Where the steps of one are (mostly) steps of the other too, these are
     paired, so that what both saw cancels; else means are compared. A value that is a mean itself (a reference's) is
     compared with the other's mean over `width` steps about it."""
-    rows = []
+    rows = []  # of Bins; instead of the error the spread of single steps and how many the difference is worth
     for x, y, sign in ((a, b, 1), (b, a, -1)):
         for i in np.flatnonzero(x.counts > 1):
-            step = int(x.steps[i])
-            near = y[(np.abs(y.steps - step) <= width / 2) & (y.counts == 1)]
-            if len(near.steps):
-                mean, error = near.values.mean(), spread(near.values) * math.sqrt(1 / len(near.steps) + 1 / x.counts[i])
-                pair = (x.values[i], mean) if sign == 1 else (mean, x.values[i])
-                rows.append((step, *pair, sign * (x.values[i] - mean), error, near.steps[0], near.steps[-1]))
+            near = y[(np.abs(y.steps - x.steps[i]) <= width / 2) & (y.counts == 1)]
+            if n := len(near.steps):
+                pair = x.values[i], near.values.mean()
+                worth = 1 / (1 / n + 1 / x.counts[i])
+                rows.append((x.steps[i], *pair[::sign], sign * (pair[0] - pair[1]), spread(near.values), worth,
+                             near.steps[0], near.steps[-1]))  # fmt: skip
     a, b = a[a.counts == 1], b[b.counts == 1]
     of_a, of_b = (a.steps - 1) // width, (b.steps - 1) // width
     for k in np.intersect1d(of_a, of_b):
@@ -516,15 +516,16 @@ def compare_bins(a: Series, b: Series, width: int) -> Bins:
         steps, in_x, in_y = np.intersect1d(x.steps, y.steps, assume_unique=True, return_indices=True)
         if 2 * len(steps) >= min(len(x.steps), len(y.steps)):
             x, y = x[in_x], y[in_y]
-            error = spread(x.values - y.values) / math.sqrt(len(steps))
+            sd, worth = spread(x.values - y.values), len(steps)
         else:
-            sizes = [(spread(s.values), len(s.steps)) for s in (x, y)]
-            known = [sd for sd, _ in sizes if not math.isnan(sd)] or [math.nan]
-            error = math.hypot(*((known[0] if math.isnan(sd) else sd) / math.sqrt(n) for sd, n in sizes))
-        both = np.concatenate([x.steps, y.steps])
-        means = x.values.mean(), y.values.mean()
-        rows.append((both.mean(), *means, means[0] - means[1], error, both.min(), both.max()))
-    return Bins(*np.array(sorted(rows), np.float64).reshape(-1, 7).T)
+            sd, worth = np.nanmax([spread(x.values), spread(y.values), 0]), 1 / (1 / len(x.steps) + 1 / len(y.steps))
+        both, means = np.concatenate([x.steps, y.steps]), (x.values.mean(), y.values.mean())
+        rows.append((both.mean(), *means, means[0] - means[1], sd or math.nan, worth, both.min(), both.max()))
+    centre, a_mean, b_mean, delta, sd, worth, first, last = np.array(sorted(rows), np.float64).reshape(-1, 8).T
+    # A bin of few steps does not know its own spread well: at least that of four bins on either side counts.
+    near = [sd[max(0, i - 4) : i + 5] for i in range(len(sd))]
+    pooled = [math.sqrt(np.nanmean(x**2)) if np.isfinite(x).any() else math.nan for x in near]
+    return Bins(centre, a_mean, b_mean, delta, np.fmax(sd, pooled) / np.sqrt(worth), first, last)
 
 
 def shared(a: Series, b: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -575,8 +576,10 @@ def curves(args: argparse.Namespace) -> dict:
     width = bin_width(runs, args.bin)
     span = args.smooth or 9 * width
     steps = args.landmarks or landmarks(runs, width)
-    differences, panels = {}, []
-    for r in others:
+    fig, top, low = new_figure()
+    draw_losses(top, runs, width)
+    differences, sizes = {}, []
+    for i, r in enumerate(others):
         bins = compare_bins(r.training, base.training, width)
         if not len(bins.delta):
             raise ValueError(
@@ -584,7 +587,7 @@ def curves(args: argparse.Namespace) -> dict:
             )
         held = {label: shared(s, base.heldout[label]) for label, s in r.heldout.items() if label in base.heldout}
         held = {label: (at, delta) for label, (at, delta) in held.items() if len(at)}
-        panels.append((r, bins, smooth(bins, span), held))
+        sizes += draw_differences(low, i, r.name, bins, held, width, smooth(bins, span), span)
         differences[r.name] = {
             "training": summary(bins.centre, bins.delta),
             "heldout": {label: summary(*both) for label, both in held.items()},
@@ -593,7 +596,8 @@ def curves(args: argparse.Namespace) -> dict:
         r.name: {label: float(s.values[s.steps == step][0]) for label, s in r.heldout.items() if step in s.steps}
         for r in runs}} for step in steps]  # fmt: skip
     print_landmarks(table, runs, width)
-    picture = draw(args.png, runs, panels, width, f"smoothed over {span:,} steps")
+    finish_differences(low, sizes, base.name)
+    picture = save_figure(fig, args.png)
     return {"runs": [r.describe() for r in runs], "baseline": base.name, "bin": width, "smooth": span,
             "differences": differences, "landmarks": table, "picture": picture, "notes": notes(runs)}  # fmt: skip
 
@@ -639,74 +643,69 @@ def bin_means(s: Series, width: int) -> tuple[np.ndarray, np.ndarray]:
     return np.bincount(which, s.steps) / n, np.bincount(which, s.values) / n
 
 
-def draw(
-    path: str, runs: list[Run], panels: list, width: int, smoothing: str | None, verdict: dict | None = None
-) -> str:
-    """Curves above, differences to the last run below. With a verdict of `detect`: where it fires, and the noise."""
+def shown(heldout: dict) -> Iterator:
+    """(marker, label, values) of at most four held-out sets; "all" only where it is alone."""
+    sets = {label: x for label, x in heldout.items() if label != "all"} or heldout
+    return ((marker, *item) for marker, item in zip("os^D", sorted(sets.items()), strict=False))
+
+
+def new_figure() -> tuple:
+    """Curves above, differences below."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, (top, low) = plt.subplots(2, 1, figsize=(9, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
-    levels = []
-    for i, r in enumerate(runs):
-        steps, means = bin_means(r.training, width)
-        levels += means.tolist()
-        top.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{r.name}: training{Z_LABEL[r.z_loss]}")
-        for marker, (label, s) in zip("os^Dv<>" * len(r.heldout), sorted(r.heldout.items()), strict=False):
-            top.plot(
-                s.steps,
-                s.values,
-                color=f"C{i}",
-                ls=":",
-                lw=1,
-                marker=marker,
-                ms=3.5,
-                label=f"{r.name}: held-out {label}",
-            )
-    # From the lowest loss to where nine tenths of the bins lie: the first steps would press the rest flat.
-    held = [v for r in runs for s in r.heldout.values() for v in s.values[len(s.values) // 5 :]]
-    bottom, ceiling = min(levels + held), max([float(np.quantile(levels, 0.9))] + held)
-    margin = 0.06 * (ceiling - bottom) + 1e-3
-    top.set(ylabel="loss (nats/token)", ylim=(bottom - margin, ceiling + margin), title=", ".join(r.name for r in runs))
-    sizes = []
-    for i, (r, bins, smoothed, held_out) in enumerate(panels):
-        low.plot(bins.centre, bins.delta, color=f"C{i}", lw=0.7, alpha=0.5 if smoothing else 1, marker="." if smoothing is None
-                 else None, label=f"{r.name}: training, means of {width:,} steps")  # fmt: skip
-        sizes += np.abs(bins.delta[len(bins.delta) // 10 :]).tolist()
-        if smoothing:
-            low.plot(bins.centre, smoothed, color=f"C{i}", lw=1.8, label=f"{r.name}: training, {smoothing}")
-        for marker, (label, (steps, delta)) in zip("os^Dv<>" * len(held_out), sorted(held_out.items()), strict=False):
-            low.plot(
-                steps, delta, color="0.25", ls=":", lw=1, marker=marker, ms=3.5, label=f"{r.name}: held-out {label}"
-            )
-            sizes += np.abs(delta[len(delta) // 10 :]).tolist()
-    if verdict:
-        low.fill_between(
-            verdict["centres"],
-            verdict["low"],
-            verdict["high"],
-            color="0.6",
-            alpha=0.25,
-            lw=0,
-            label="band: tolerance, noise, twice held-out",
-        )
-        for n, stretch in enumerate(verdict["stretches"]):
-            for axes in (top, low):
-                axes.axvspan(stretch["first"], stretch["last"], color="tab:red", alpha=0.12, lw=0,
-                             label=None if n else "training loss departs, held-out loss does not")  # fmt: skip
-        sizes += [float(np.quantile(np.abs(verdict[side]), 0.9)) for side in ("low", "high")]
-    bound = 1.15 * max([*sizes, 1e-6])
-    low.axhline(0, color="k", lw=0.6)
-    low.set(xlabel="step", ylabel=f"difference to {runs[-1].name}", ylim=(-bound, bound))
-    for axes in (top, low):
+    fig, axes = plt.subplots(2, 1, figsize=(9, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    return fig, *axes
+
+
+def save_figure(fig, path: str) -> str:
+    for axes in fig.axes:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=100)
-    plt.close(fig)
     return str(path)
+
+
+def draw_losses(axes, runs: list[Run], width: int) -> None:
+    """From the lowest loss to where nine tenths of the bins lie: the first steps would press the rest flat."""
+    training, heldout = [], []
+    for i, r in enumerate(runs):
+        style = {"color": f"C{i}", "ls": ":", "lw": 1, "ms": 3.5}
+        steps, means = bin_means(r.training, width)
+        training += means.tolist()
+        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{r.name}: training{Z_LABEL[r.z_loss]}")
+        for marker, label, s in shown(r.heldout):
+            heldout += s.values[len(s.values) // 5 :].tolist()
+            axes.plot(s.steps, s.values, **style, marker=marker, label=f"{r.name}: held-out {label}")
+    low, high = min(training + heldout), max([float(np.quantile(training, 0.9)), *heldout])
+    margin = 0.06 * (high - low) + 1e-3
+    axes.set(ylabel="loss (nats/token)", ylim=(low - margin, high + margin), title=", ".join(r.name for r in runs))
+
+
+def draw_differences(
+    axes, number: int, name: str, bins: Bins, heldout: dict, width: int, smoothed=None, span=0
+) -> list:
+    """Of one run to the last; returns sizes for the limits of the axis, without the first tenth of the bins."""
+    color, thin = f"C{number}", smoothed is not None
+    axes.plot(bins.centre, bins.delta, color=color, lw=0.7, alpha=0.5 if thin else 1, marker="" if thin else ".",
+              label=f"{name}: training, means of {width:,} steps")  # fmt: skip
+    if thin:
+        axes.plot(bins.centre, smoothed, color=color, lw=1.8, label=f"{name}: training, smoothed over {span:,} steps")
+    sizes = np.abs(bins.delta[len(bins.delta) // 10 :]).tolist()
+    for marker, label, (steps, delta) in shown(heldout):
+        style = {"color": color if number else "0.25", "ls": ":", "lw": 1, "ms": 3.5, "marker": marker}
+        axes.plot(steps, delta, **style, label=f"{name}: held-out {label}")
+        sizes += np.abs(delta[len(delta) // 10 :]).tolist()
+    return sizes
+
+
+def finish_differences(axes, sizes: list, base: str) -> None:
+    bound = 1.15 * max([*sizes, 1e-6])
+    axes.axhline(0, color="k", lw=0.6)
+    axes.set(xlabel="step", ylabel=f"difference to {base}", ylim=(-bound, bound))
 
 
 # -------------------------------------------------------------------------------------------------------------- detect
@@ -738,20 +737,43 @@ def detect(args: argparse.Namespace) -> dict:
     runs = read_runs(args)
     if len(runs) != 2:
         raise ValueError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
-    a, b = runs
-    labels = sorted(a.heldout.keys() & b.heldout.keys())
-    labels = [label for label in labels if label != "all" or len(labels) == 1]
-    common = [
-        dict(zip(*(x.tolist() for x in shared(a.heldout[label], b.heldout[label])), strict=True)) for label in labels
-    ]
-    evaluated = sorted(set.intersection(*map(set, common))) if common else []
-    if not evaluated:
-        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of one set at one step of both "
-                         f"({sorted(a.heldout)}, {sorted(b.heldout)}), expected some; fix: evaluate both")  # fmt: skip
-    held = np.array([np.mean([values[step] for values in common]) for step in evaluated])
     width = bin_width(runs, args.bin)
-    bins = compare_bins(a.training, b.training, width)
-    return judge(args, runs, labels, np.array(evaluated), held, bins, width)
+    labels, steps, held = heldout_difference(*runs)
+    bins = compare_bins(runs[0].training, runs[1].training, width)
+    lowest, highest = heldout_about(bins, steps, held, width)
+    known = np.isfinite(lowest) & np.isfinite(bins.error)
+    if not known.any():
+        raise ValueError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
+                         "than one training loss, expected some; fix: a wider --bin, or --steps")  # fmt: skip
+    bins, lowest, highest = Bins(*(x[known] for x in bins)), lowest[known], highest[known]
+    band = find_band(bins, lowest, highest, args.tolerance, args.alpha)
+    stretches = find_stretches(bins, band, np.clip(bins.delta, lowest, highest), [r.name for r in runs])
+    fig, top, low = new_figure()
+    draw_losses(top, runs, width)
+    sizes = draw_differences(low, 0, runs[0].name, bins, {" + ".join(labels): (steps, held)}, width)
+    finish_differences(low, [*sizes, *np.quantile(np.abs([band.low, band.high]), 0.9, axis=1)], runs[1].name)
+    low.fill_between(bins.centre, band.low, band.high, color="0.6", alpha=0.25, lw=0,
+                     label="no finding: tolerance, noise, half of it held-out")  # fmt: skip
+    for axes, (n, stretch) in itertools.product((top, low), enumerate(stretches)):
+        axes.axvspan(stretch["first"], stretch["last"], color="tab:red", alpha=0.12, lw=0,
+                     label="training loss departs, held-out loss does not" if n == 0 else None)  # fmt: skip
+    return {"runs": [r.describe() for r in runs], "fires": bool(stretches), "stretches": stretches, "bin": width,
+            "bins_judged": len(bins.delta), "bins_fired": sum(s["bins"] for s in stretches), "z": band.z,
+            "tolerance": args.tolerance, "noise": float(np.median(band.noise)), "heldout_sets": labels,
+            "mean": {"training": float(bins.delta.mean()), "heldout": float(held.mean())},
+            "picture": save_figure(fig, args.png), "notes": notes(runs)}  # fmt: skip
+
+
+def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """(sets, steps, A - B averaged over the sets) of the evaluations that both have; "all" only where it is alone."""
+    labels = sorted(a.heldout.keys() & b.heldout.keys())
+    labels = [label for label in labels if label != "all"] or labels
+    pairs = [shared(a.heldout[label], b.heldout[label]) for label in labels]
+    by_set = [dict(zip(steps.tolist(), delta.tolist(), strict=True)) for steps, delta in pairs]
+    if not by_set or not (common := sorted(set.intersection(*map(set, by_set)))):
+        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of the same sets at the same steps "
+                         f"({sorted(a.heldout)}, {sorted(b.heldout)}), expected some; fix: evaluate both")  # fmt: skip
+    return labels, np.array(common), np.array([np.mean([of[step] for of in by_set]) for step in common])
 
 
 def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -767,42 +789,37 @@ def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -
     return tuple(np.array(bounds).reshape(-1, 2).T)
 
 
-def judge(
-    args, runs: list[Run], labels: list[str], steps: np.ndarray, held: np.ndarray, bins: Bins, width: int
-) -> dict:
-    lowest, highest = heldout_about(bins, steps, held, width)
-    known = np.isfinite(lowest)
-    known &= np.isfinite(bins.error)
-    if not known.any():
-        raise ValueError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
-                         "than one training loss, expected some; fix: a wider --bin, or --steps")  # fmt: skip
-    bins, lowest, highest = Bins(*(x[known] for x in bins)), lowest[known], highest[known]
-    z = NormalDist().inv_cdf(1 - args.alpha / (2 * len(bins.delta)))
-    D, H = bins.delta, np.clip(bins.delta, lowest, highest)
-    noise = np.maximum(bins.error, wander(D - (lowest + highest) / 2))
-    tolerated = np.maximum(args.tolerance, z * noise)
-    low = np.minimum.reduce([-tolerated, lowest - z * noise, 2 * lowest])
-    high = np.maximum.reduce([tolerated, highest + z * noise, 2 * highest])
-    fires = (D < low) | (D > high)
-    stretches = []
-    for side in (-1, 1):
-        at = np.flatnonzero(fires & (np.sign(D) == side))
-        for group in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
-            if len(group):
-                stretches.append({
-                    "first": int(bins.first[group[0]]), "last": int(bins.last[group[-1]]), "bins": len(group),
-                    "lower": runs[side > 0].name, "training": float(D[group].mean()), "heldout": float(H[group].mean()),
-                    "largest": float(D[group][np.argmax(np.abs(D[group]))]),
-                })  # fmt: skip
-    stretches.sort(key=lambda s: s["first"])
-    verdict = {"stretches": stretches, "centres": bins.centre, "low": low, "high": high}
-    panel = (runs[0], bins, None, {" + ".join(labels): (steps, held)})
-    picture = draw(args.png, runs, [panel], width, None, verdict)
-    return {"runs": [r.describe() for r in runs], "fires": bool(stretches), "stretches": stretches, "bin": width,
-            "bins_judged": len(D), "bins_fired": int(fires.sum()), "z": z, "tolerance": args.tolerance,
-            "noise": float(np.median(noise)), "heldout_labels": labels,
-            "mean": {"training": float(D.mean()), "heldout": float(held.mean())},
-            "picture": picture, "notes": notes(runs)}  # fmt: skip
+class Band(NamedTuple):
+    """What `detect` allows: arrays [bins], and z."""
+
+    low: np.ndarray
+    high: np.ndarray
+    noise: np.ndarray
+    z: float
+
+
+def find_band(bins: Bins, lowest: np.ndarray, highest: np.ndarray, tolerance: float, alpha: float) -> Band:
+    z = NormalDist().inv_cdf(1 - alpha / (2 * len(bins.delta)))
+    noise = np.maximum(bins.error, wander(bins.delta - (lowest + highest) / 2))
+    floor = np.maximum(tolerance, z * noise)
+    low = np.minimum.reduce([-floor, lowest - z * noise, 2 * lowest])
+    high = np.maximum.reduce([floor, highest + z * noise, 2 * highest])
+    return Band(low, high, noise, z)
+
+
+def find_stretches(bins: Bins, band: Band, held: np.ndarray, names: list[str]) -> list[dict]:
+    """Neighbouring bins outside the band on one side, as one."""
+    side = np.where(bins.delta < band.low, -1, np.where(bins.delta > band.high, 1, 0))
+    found = []
+    for group in np.split(np.arange(len(side)), np.flatnonzero(np.diff(side)) + 1):
+        if side[group[0]]:
+            D = bins.delta[group]
+            found.append({
+                "first": int(bins.first[group[0]]), "last": int(bins.last[group[-1]]), "bins": len(group),
+                "lower": names[int(D[0] > 0)], "training": float(D.mean()), "heldout": float(held[group].mean()),
+                "largest": float(D[np.argmax(np.abs(D))]),
+            })  # fmt: skip
+    return found
 
 
 def print_verdict(r: dict) -> None:
