@@ -725,15 +725,15 @@ def detect(args: argparse.Namespace) -> dict:
     """Where does training loss of A depart from B's while held-out loss does not? Exit code 1 if anywhere.
 
     D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
-    the sets that both have: of the evaluations in the bin, or anything between the one before and the one after. N is
-    the standard error of D, or how far D - H wanders from bin to bin if that is more. A bin fires if D lies outside a
-    band that reaches, below and above, as far as the farthest of these does:
+    the sets that both have: anything that it is from the evaluation before the bin to the one after it. N is the
+    standard error of D, or how far D - H wanders from bin to bin if that is more. A bin fires if D lies outside a band
+    that reaches, below and above, as far as the farthest of these does:
       -T, +T          T: --tolerance, or z N if more
       H - zN, H + zN
       2 H             held-out loss moves by half as much or more: the models differ, as they may
     z is the normal quantile at which all bins together fire by chance in --alpha of comparisons. The run whose training
     loss is lower there has probably seen the instances before. Both runs need the same training data: another mix
-    shifts training loss alone too. Bins without a held-out evaluation near are not judged."""
+    shifts training loss alone too. Bins farther than a bin from any evaluation are not judged."""
     runs = read_runs(args)
     if len(runs) != 2:
         raise ValueError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
@@ -777,15 +777,13 @@ def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarra
 
 
 def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) H of each bin: the mean of the evaluations in it, or the two about it; NaN farther than a bin
-    before the first and behind the last."""
+    """(lowest, highest) H from the evaluation before a bin to the one after it; NaN farther than `width` from any."""
     bounds = []
-    for centre in bins.centre:
-        inside = held[np.abs(steps - centre) <= width / 2]
-        before, after = held[steps <= centre][-1:], held[steps >= centre][:1]
-        beyond = min(np.abs(steps - centre)) > width and not (len(before) and len(after))
-        near = [inside.mean()] if len(inside) else [math.nan] if beyond else [*before, *after]
-        bounds.append((min(near), max(near)))
+    for first, last in zip(bins.first, bins.last, strict=True):
+        before, after = np.searchsorted(steps, first) - 1, np.searchsorted(steps, last)
+        beyond = steps[0] - last > width or first - steps[-1] > width
+        near = [math.nan] if beyond else held[max(before, 0) : after + 1]
+        bounds.append((np.min(near), np.max(near)))
     return tuple(np.array(bounds).reshape(-1, 2).T)
 
 
