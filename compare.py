@@ -717,8 +717,9 @@ TOLERANCE = (
 
 
 def wander(delta: np.ndarray) -> float:
-    """Standard deviation of one value about a slow trend, from the median step to the next one; a few jumps do not count."""
-    return float(np.median(np.abs(np.diff(delta)))) / (0.6745 * math.sqrt(2)) if len(delta) > 3 else 0.0
+    """Standard deviation of one value about a line through its neighbours: from the median second difference, so that
+    neither a trend nor a few jumps count."""
+    return float(np.median(np.abs(np.diff(delta, 2)))) / (0.6745 * math.sqrt(6)) if len(delta) > 4 else 0.0
 
 
 def detect(args: argparse.Namespace) -> dict:
@@ -726,7 +727,7 @@ def detect(args: argparse.Namespace) -> dict:
 
     D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
     the sets that both have: anything that it is from the evaluation before the bin to the one after it. N is the
-    standard error of D, or how far D - H wanders from bin to bin if that is more. A bin fires if D lies outside a band
+    standard error of D, or how far D - H wanders about a line from bin to bin if that is more. A bin fires if D lies outside a band
     that reaches, below and above, as far as the farthest of these does:
       -T, +T          T: --tolerance, or z N if more
       H - zN, H + zN

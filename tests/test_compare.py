@@ -491,7 +491,7 @@ for name, seed in (("clean", 0), ("again", 1), ("faulty", 0)):
 def test_the_case_studys_fault(capsys, tmp_path):
     """A detector that is silent where a double-sharded loader repeats 26 % of the instances and leaves out 37 %, or that
     fires on a clean epoch. The text is drawn word by word: there are frequencies to learn, and then only memory helps."""
-    S, B, V, steps, rng = 32, 8, 4096, 300, np.random.default_rng(1)
+    S, B, V, steps, rng = 32, 8, 4096, 200, np.random.default_rng(1)
     frequency = 1 / (np.arange(V) + 2000)
     for split, instances in (("train", B * steps), ("heldout", 64)):
         words = rng.choice(V, instances * S, p=frequency / frequency.sum()).astype(np.uint32)
@@ -503,19 +503,20 @@ def test_the_case_studys_fault(capsys, tmp_path):
     c = tiny_config(tmp_path)
     c["model"] |= {"vocab_size": V, "padded_vocab_size": V, "n_layers": 2, "pattern": "sf", "d_model": 64, "d_ff": 192}
     c["schedule"][0] |= {"warmup_steps": 15, "total_steps": steps, "final_fraction": 0.3}
-    c["run"] |= {"steps": steps, "checkpoint_every": steps, "eval_every": steps // 20, "log_every": steps}
+    c["run"] |= {"steps": steps, "checkpoint_every": steps, "eval_every": 25, "log_every": steps}
     c["data"]["repetition_filter"] = False
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(c))
     (tmp_path / "three.py").write_text(THREE_RUNS)
     command = [sys.executable, tmp_path / "three.py", tmp_path, "--config", tmp_path / "c.yaml", "--hardware", "cpu",
-               "--set", f"compilation_cache={tmp_path / 'xla'}"]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(REPO), "XLA_FLAGS": ""}
+               "--set", f"compilation_cache={tmp_path / 'xla'}", "--set", "microbatch=8"]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(REPO), "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
     subprocess.run([*map(str, command)], env=env, check=True, capture_output=True, timeout=300)
     clean, again, faulty = (tmp_path / name for name in ("clean", "again", "faulty"))
-    code, report, _ = call(capsys, "detect", again, clean, "--png", tmp_path / "again.png")
-    assert code == 0 and report["bins_judged"] == 20 and abs(report["mean"]["training"]) < 0.02
-    code, report, _ = call(capsys, "detect", faulty, clean, "--png", tmp_path / "faulty.png")
-    last = report["stretches"][-1]
+    code, report, _ = call(capsys, "detect", again, clean, "--bin", 25, "--png", tmp_path / "again.png")
+    assert code == 0 and report["bins_judged"] == 8 and abs(report["mean"]["training"]) < 0.02
+    code, report, _ = call(capsys, "detect", faulty, clean, "--bin", 25, "--png", tmp_path / "faulty.png")
+    first, last = report["stretches"][0], report["stretches"][-1]
     assert code == 1 and {s["lower"] for s in report["stretches"]} == {"faulty"}
     assert last["last"] == steps and last["training"] < -0.06 and last["heldout"] > -0.01
-    assert report["stretches"][0]["first"] > 60  # nothing has been seen twice before
+    assert first["first"] > 50  # little has been seen twice before
