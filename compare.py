@@ -665,7 +665,7 @@ def save_figure(fig, path: str) -> str:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=100)
+    fig.savefig(path, dpi=90)
     return str(path)
 
 
