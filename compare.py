@@ -480,11 +480,9 @@ def read_runs(args: argparse.Namespace) -> list[Run]:
 
 
 class Bins(NamedTuple):
-    """Means of A and of B over bins of steps, and their difference: arrays [bins]. `error`: its standard error."""
+    """The mean of A minus that of B over bins of steps, and its standard error: arrays [bins]."""
 
     centre: np.ndarray
-    a: np.ndarray
-    b: np.ndarray
     delta: np.ndarray
     error: np.ndarray
     first: np.ndarray
@@ -505,10 +503,8 @@ def compare_bins(a: Series, b: Series, width: int) -> Bins:
         for i in np.flatnonzero(x.counts > 1):
             near = y[(np.abs(y.steps - x.steps[i]) <= width / 2) & (y.counts == 1)]
             if n := len(near.steps):
-                pair = x.values[i], near.values.mean()
-                worth = 1 / (1 / n + 1 / x.counts[i])
-                rows.append((x.steps[i], *pair[::sign], sign * (pair[0] - pair[1]), spread(near.values), worth,
-                             near.steps[0], near.steps[-1]))  # fmt: skip
+                delta, worth = sign * (x.values[i] - near.values.mean()), 1 / (1 / n + 1 / x.counts[i])
+                rows.append((x.steps[i], delta, spread(near.values), worth, near.steps[0], near.steps[-1]))
     a, b = a[a.counts == 1], b[b.counts == 1]
     of_a, of_b = (a.steps - 1) // width, (b.steps - 1) // width
     for k in np.intersect1d(of_a, of_b):
@@ -519,13 +515,13 @@ def compare_bins(a: Series, b: Series, width: int) -> Bins:
             sd, worth = spread(x.values - y.values), len(steps)
         else:
             sd, worth = np.nanmax([spread(x.values), spread(y.values), 0]), 1 / (1 / len(x.steps) + 1 / len(y.steps))
-        both, means = np.concatenate([x.steps, y.steps]), (x.values.mean(), y.values.mean())
-        rows.append((both.mean(), *means, means[0] - means[1], sd or math.nan, worth, both.min(), both.max()))
-    centre, a_mean, b_mean, delta, sd, worth, first, last = np.array(sorted(rows), np.float64).reshape(-1, 8).T
+        both = np.concatenate([x.steps, y.steps])
+        rows.append((both.mean(), x.values.mean() - y.values.mean(), sd or math.nan, worth, both.min(), both.max()))
+    centre, delta, sd, worth, first, last = np.array(sorted(rows), np.float64).reshape(-1, 6).T
     # A bin of few steps does not know its own spread well: at least that of four bins on either side counts.
     near = [sd[max(0, i - 4) : i + 5] for i in range(len(sd))]
     pooled = [math.sqrt(np.nanmean(x**2)) if np.isfinite(x).any() else math.nan for x in near]
-    return Bins(centre, a_mean, b_mean, delta, np.fmax(sd, pooled) / np.sqrt(worth), first, last)
+    return Bins(centre, delta, np.fmax(sd, pooled) / np.sqrt(worth), first, last)
 
 
 def shared(a: Series, b: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -559,9 +555,12 @@ Z_LABEL = {"none": "", "included": " (with z-loss)", "subtracted": " (z-loss tak
 
 
 def landmarks(runs: list[Run], width: int) -> list[int]:
-    """Steps of the table: held-out evaluations that all runs have, thinned to ten; eighths of the common steps if none."""
+    """Steps of the table: held-out evaluations that all runs have, if they have training losses about them too, thinned
+    to ten; eighths of the common steps if there are none."""
     evaluated = [{int(step) for s in r.heldout.values() for step in s.steps} for r in runs]
-    if common := sorted(set.intersection(*evaluated)):
+    common = sorted(set.intersection(*evaluated))
+    trained = [step for step in common if all(mean_about(r.training, step, width) is not None for r in runs)]
+    if common := trained or common:
         return common[:: -(-len(common) // 10)][:-1] + common[-1:]
     first, last = max(r.training.steps[0] for r in runs), min(r.training.steps[-1] for r in runs)
     return sorted({int(first + (last - first) * i / 8) for i in range(1, 9)}) if first <= last else []
@@ -643,10 +642,10 @@ def bin_means(s: Series, width: int) -> tuple[np.ndarray, np.ndarray]:
     return np.bincount(which, s.steps) / n, np.bincount(which, s.values) / n
 
 
-def shown(heldout: dict) -> Iterator:
-    """(marker, label, values) of at most four held-out sets; "all" only where it is alone."""
-    sets = {label: x for label, x in heldout.items() if label != "all"} or heldout
-    return ((marker, *item) for marker, item in zip("os^D", sorted(sets.items()), strict=False))
+def markers(*several: dict) -> dict[str, str]:
+    """label -> marker of at most four held-out sets; "all" only where it is alone."""
+    labels = sorted({label for heldout in several for label in heldout})
+    return dict(zip([label for label in labels if label != "all"] or labels, "os^D", strict=False))
 
 
 def new_figure() -> tuple:
@@ -671,15 +670,18 @@ def save_figure(fig, path: str) -> str:
 
 def draw_losses(axes, runs: list[Run], width: int) -> None:
     """From the lowest loss to where nine tenths of the bins lie: the first steps would press the rest flat."""
-    training, heldout = [], []
+    training, heldout, sets = [], [], markers(*(r.heldout for r in runs))
+    dots = {"ls": ":", "lw": 1, "ms": 3.5}
     for i, r in enumerate(runs):
-        style = {"color": f"C{i}", "ls": ":", "lw": 1, "ms": 3.5}
         steps, means = bin_means(r.training, width)
         training += means.tolist()
         axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{r.name}: training{Z_LABEL[r.z_loss]}")
-        for marker, label, s in shown(r.heldout):
+        for label in sets.keys() & r.heldout.keys():
+            s = r.heldout[label]
             heldout += s.values[len(s.values) // 5 :].tolist()
-            axes.plot(s.steps, s.values, **style, marker=marker, label=f"{r.name}: held-out {label}")
+            axes.plot(s.steps, s.values, **dots, color=f"C{i}", marker=sets[label])
+    for label, marker in sets.items():
+        axes.plot([], [], **dots, color="0.25", marker=marker, label=f"held-out {label}")
     low, high = min(training + heldout), max([float(np.quantile(training, 0.9)), *heldout])
     margin = 0.06 * (high - low) + 1e-3
     axes.set(ylabel="loss (nats/token)", ylim=(low - margin, high + margin), title=", ".join(r.name for r in runs))
@@ -695,7 +697,8 @@ def draw_differences(
     if thin:
         axes.plot(bins.centre, smoothed, color=color, lw=1.8, label=f"{name}: training, smoothed over {span:,} steps")
     sizes = np.abs(bins.delta[len(bins.delta) // 10 :]).tolist()
-    for marker, label, (steps, delta) in shown(heldout):
+    for label, marker in markers(heldout).items():
+        steps, delta = heldout[label]
         style = {"color": color if number else "0.25", "ls": ":", "lw": 1, "ms": 3.5, "marker": marker}
         axes.plot(steps, delta, **style, label=f"{name}: held-out {label}")
         sizes += np.abs(delta[len(delta) // 10 :]).tolist()
@@ -727,8 +730,9 @@ def detect(args: argparse.Namespace) -> dict:
 
     D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
     the sets that both have: anything that it is from the evaluation before the bin to the one after it. N is the
-    standard error of D, or how far D - H wanders about a line from bin to bin if that is more. A bin fires if D lies outside a band
-    that reaches, below and above, as far as the farthest of these does:
+    standard error of D, or how far D - H wanders from bin to bin (about a line, so that what departs steadily is no
+    noise) if that is more. A bin fires if D lies outside a band that reaches, below and above, as far as the farthest
+    of these does:
       -T, +T          T: --tolerance, or z N if more
       H - zN, H + zN
       2 H             held-out loss moves by half as much or more: the models differ, as they may
@@ -751,7 +755,8 @@ def detect(args: argparse.Namespace) -> dict:
     stretches = find_stretches(bins, band, np.clip(bins.delta, lowest, highest), [r.name for r in runs])
     fig, top, low = new_figure()
     draw_losses(top, runs, width)
-    sizes = draw_differences(low, 0, runs[0].name, bins, {" + ".join(labels): (steps, held)}, width)
+    drawn = labels[0] if len(labels) == 1 else f"mean of {len(labels)} sets"
+    sizes = draw_differences(low, 0, runs[0].name, bins, {drawn: (steps, held)}, width)
     finish_differences(low, [*sizes, *np.quantile(np.abs([band.low, band.high]), 0.9, axis=1)], runs[1].name)
     low.fill_between(bins.centre, band.low, band.high, color="0.6", alpha=0.25, lw=0,
                      label="no finding: tolerance, noise, half of it held-out")  # fmt: skip
@@ -766,15 +771,19 @@ def detect(args: argparse.Namespace) -> dict:
 
 
 def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """(sets, steps, A - B averaged over the sets) of the evaluations that both have; "all" only where it is alone."""
+    """(sets, steps, A - B) of the evaluations that both have: mean over the sets evaluated at a step; "all" only where
+    it is alone."""
     labels = sorted(a.heldout.keys() & b.heldout.keys())
     labels = [label for label in labels if label != "all"] or labels
-    pairs = [shared(a.heldout[label], b.heldout[label]) for label in labels]
-    by_set = [dict(zip(steps.tolist(), delta.tolist(), strict=True)) for steps, delta in pairs]
-    if not by_set or not (common := sorted(set.intersection(*map(set, by_set)))):
-        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of the same sets at the same steps "
+    by_step: dict[int, list[float]] = {}
+    for label in labels:
+        for step, delta in zip(*shared(a.heldout[label], b.heldout[label]), strict=True):
+            by_step.setdefault(int(step), []).append(delta)
+    if not by_step:
+        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of the same set at the same step "
                          f"({sorted(a.heldout)}, {sorted(b.heldout)}), expected some; fix: evaluate both")  # fmt: skip
-    return labels, np.array(common), np.array([np.mean([of[step] for of in by_set]) for step in common])
+    steps = sorted(by_step)
+    return labels, np.array(steps), np.array([np.mean(by_step[step]) for step in steps])
 
 
 def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
