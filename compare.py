@@ -833,7 +833,7 @@ def find_stretches(bins: Bins, band: Band, held: np.ndarray, names: list[str]) -
 def print_verdict(r: dict) -> None:
     a, b = (run["name"] for run in r["runs"])
     for s in r["stretches"]:
-        print(f"steps {s['first']:,} to {s['last']:,}: training loss of {a} - {b} is {s['training']:+.4f} (at most "
+        print(f"steps {s['first']:,} to {s['last']:,}: training loss of {a} - {b} is {s['training']:+.4f} (largest "
               f"{s['largest']:+.4f}), held-out loss {s['heldout']:+.4f}: has {s['lower']} seen its instances before?",
               file=sys.stderr)  # fmt: skip
     if not r["fires"]:
@@ -896,6 +896,12 @@ def positive(word: str) -> float:
     return x
 
 
+def share(word: str) -> float:
+    if not 0 < (x := float(word)) < 1:
+        raise ValueError(word)
+    return x
+
+
 def mapping(word: str) -> tuple[str, str]:
     column, equals, tag = word.rpartition("=")
     if not equals:
@@ -947,7 +953,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                 "--tolerance", type=positive, default=0.02, metavar="NATS", help=f"{TOLERANCE}; default: %(default)s"
             )
             p.add_argument(
-                "--alpha", type=positive, default=0.001, help="chance of firing without cause; default: %(default)s"
+                "--alpha", type=share, default=0.001, help="chance of firing without cause; default: %(default)s"
             )
 
     p = verb(
