@@ -1,18 +1,25 @@
-"""Compare runs by what they logged: metrics.jsonl of one against metrics.jsonl of another. No jax, no siblings.
+"""Compare runs by what they logged. No jax, no siblings: copy it anywhere.
 
-    python compare.py exact A B      the difference of every quantity at every step; exit code 0 only if all are 0
+    python compare.py exact A B            the difference of every quantity at every step; exit 0 only if all are 0
+    python compare.py curves A B ...       training and held-out loss of runs of three systems: differences, picture
+    python compare.py detect A B           does training loss depart where held-out loss does not? exit 1 if so
+    python compare.py import-wandb CSV DIR a CSV export of W&B into TensorBoard
 
-A and B are run directories, or files as train.py writes them: one JSON object a line, with "step" and quantities, in
-the order of the steps. They are read side by side, a step at a time, so that runs of any length fit in memory.
+For `exact`, A and B are run directories, or files as train.py writes them: one JSON object a line, with "step" and
+quantities, in the order of the steps. They are read side by side, a step at a time, so that runs of any length fit in
+memory. What a clock decides is left out, since it differs between two runs that compute the same. By name:
+throughput/device/* (speeds), and whatever ends in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else
+is compared, counts of tokens too. null stands for a number that is not finite: equal to null, and to no number.
 
-What a clock decides is left out, since it differs between two runs that compute the same. By name: throughput/device/*
-(speeds), and whatever ends in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else is compared, counts
-of tokens too. null stands for a number that is not finite: equal to null, and to no number.
+`curves` and `detect` also read folders of TensorBoard event files (ours, MaxText's, or what import-wandb made of
+OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv.
 
-Exit codes: 0 all equal; 1 something differs, or is in one run only; 2 wrong usage, or a file that cannot be read.
+Exit codes: 0 all equal, nothing found; 1 something differs, or is in one run only, or `detect` fires; 2 wrong usage, or
+a file that cannot be read.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -20,8 +27,13 @@ import operator
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
 
 CLOCK = re.compile(r"throughput/device/|.*(_s|\(s\)|time|timestamp)$")
 
@@ -214,39 +226,766 @@ def print_report(r: dict) -> None:
         )
 
 
+# ------------------------------------------------------------------------------------------------- curves of any system
+
+
+class System(NamedTuple):
+    """How a system names its losses. A tag may have lost its spaces: TensorBoard's writers put "_" in their place."""
+
+    training: re.Pattern
+    heldout: re.Pattern  # group 1: the label of the held-out set
+    z_losses: (
+        tuple[str, str] | None
+    )  # tags of the z-loss that is part of training and of held-out loss; None: it is not
+    shift: int  # updates done when it logs step 0
+
+
+# OLMo-core: train_module.py, evaluator_callback.py; train.py logs under the same names. Cross-entropy is alone in them,
+# "train/Z loss" stands beside it. MaxText: max_utils.py:cross_entropy_with_logits adds the z-loss to each token's loss,
+# so that lm_loss, its perplexity and avg_loss contain it; the number of a step is that of the updates done before.
+SYSTEMS = {
+    "OLMo-core": System(re.compile(r"train/CE[ _]loss"), re.compile(r"eval/lm/(.+)/CE[ _]loss"), None, 0),
+    "MaxText": System(
+        re.compile(r"learning/lm_loss"), re.compile(r"(eval)/avg_loss"), ("learning/z_loss", "eval/avg_z_loss"), 1
+    ),
+}
+COUNT = " count"  # a column of ours: a value is the mean of so many steps about its own; absent: one step
+WANTED = re.compile("|".join(
+    f"(?:{p.pattern}(?:{COUNT})?)" for s in SYSTEMS.values() for p in (s.training, s.heldout, *map(re.compile, s.z_losses or ()))
+))  # fmt: skip
+REFERENCES = Path(__file__).resolve().parent / "references"
+
+Scalars = dict[str, dict[int, float]]  # tag -> step -> value
+
+
+def read_metrics(path: Path) -> Scalars:
+    scalars: Scalars = {}
+    for step, row in read_steps(path, 0, math.inf):
+        for tag, value in row.items():
+            if WANTED.fullmatch(tag):
+                scalars.setdefault(tag, {})[step] = math.nan if value is None else float(value)
+    return scalars
+
+
+def read_events(path: Path) -> Iterator:
+    """Event messages of a TensorBoard file: length (u64), its masked CRC-32C (u32), message, its CRC; little-endian.
+
+    A last record that is not whole is still being written, or its writer was killed: said, and left out."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    with open(path, "rb") as file:
+        while True:
+            at, head = file.tell(), file.read(12)
+            length = int.from_bytes(head[:8], "little")
+            if whole := len(head) == 12:
+                if masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little"):
+                    raise ValueError(f"{path}, byte {at}: got a length with a wrong checksum, expected a TensorBoard event "
+                                     "file; fix: cut it off there, or take another copy")  # fmt: skip
+                body = file.read(length + 4)
+                whole = len(body) == length + 4
+            if not whole:
+                if head:
+                    print(f"compare.py: {path}, byte {at}: left out, the record has no end yet", file=sys.stderr)
+                return
+            if masked_crc32c(body[:-4]) != int.from_bytes(body[-4:], "little"):
+                raise ValueError(f"{path}, byte {at}: got a record with a wrong checksum; fix: take another copy")
+            yield Event.FromString(body[:-4])
+
+
+def event_files(folder: Path) -> list[Path]:
+    """In the order of their beginning, which their names hold."""
+    return sorted(p for p in folder.glob("*tfevents*") if p.is_file())
+
+
+def read_board(files: list[Path]) -> Scalars:
+    """As TensorBoard shows them: what a restarted run purges is gone; of a step logged twice the last value counts."""
+    scalars: Scalars = {}
+    for path in files:
+        for event in read_events(path):
+            if event.session_log.status == event.session_log.START:
+                for values in scalars.values():
+                    for step in [s for s in values if s >= event.step]:
+                        del values[step]
+            for value in event.summary.value:
+                if WANTED.fullmatch(value.tag):
+                    scalars.setdefault(value.tag, {})[event.step] = value.simple_value
+    return scalars
+
+
+STEP_COLUMNS = ("Step", "global_step", "_step", "step", "trainer/global_step")
+NO_QUANTITY = re.compile(r"(|Unnamed: \d+|_\w+|Wall Time|Relative Time.*|.*__(MIN|MAX))")
+
+
+def read_csv(path: Path, step_column: str | None = None, names: dict[str, str] | None = None) -> dict[str, Scalars]:
+    """Runs of a CSV export of W&B: of a chart ("RUN - TAG" columns) or of a history (TAG columns; the run is "").
+
+    Left out: __MIN and __MAX (the range of RUN - TAG), times, and columns that begin with "_". `names`: column -> tag,
+    "" leaves it out. An empty cell was not logged. Lines before the header may be comments (#)."""
+    names, runs, before = names or {}, {}, -1
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        skipped = 0
+        while (line := file.readline()).startswith("#"):
+            skipped += 1
+        rows = csv.reader(itertools.chain([line], file), strict=True)
+        try:
+            header = next(rows, [])
+            known = [c for c in ((step_column,) if step_column else STEP_COLUMNS) if c in header]
+            if not known or len(set(header)) < len(header):
+                got = f"{header}" if not known else f"{[c for c in header if header.count(c) > 1][0]!r} twice"
+                raise ValueError(f"{path}, line {skipped + 1}: got columns {got}, expected each once and one of "
+                                 f"{step_column or ', '.join(STEP_COLUMNS)}; fix: import-wandb --step-column")  # fmt: skip
+            if unknown := names.keys() - set(header):
+                raise ValueError(f"{path}: got no column {min(unknown)!r}, expected one of {header}; fix: --map")
+            columns = {}  # position -> (run, tag)
+            for i, column in enumerate(header):
+                if names.get(column) or not (
+                    column in names or column in STEP_COLUMNS or NO_QUANTITY.fullmatch(column)
+                ):
+                    run, _, tag = column.rpartition(" - ")
+                    columns[i] = (run, names.get(column, tag))
+            for row in rows:
+                where = f"{path}, line {rows.line_num + skipped}"
+                if len(row) != len(header):
+                    raise ValueError(f"{where}: got {len(row)} cells, expected {len(header)}; fix: export it again")
+                step = csv_number(row[header.index(known[0])], where, known[0])
+                if step != int(step) or step <= before:
+                    raise ValueError(f"{where}, column {known[0]!r}: got {step:g} after {before}, expected whole numbers "
+                                     "that ascend; fix: sort the file by it, and leave one row a step")  # fmt: skip
+                before = int(step)
+                for i, (run, tag) in columns.items():
+                    if row[i] != "":
+                        value = csv_number(row[i], where, header[i], finite=False)
+                        runs.setdefault(run, {}).setdefault(tag, {})[before] = value
+        except csv.Error as e:
+            raise ValueError(f"{path}, line {rows.line_num + skipped}: {e}, expected CSV; fix: export it again") from e
+    if not runs:
+        raise ValueError(f"{path}: got no value in {header}, expected columns RUN - TAG or TAG; fix: export again")
+    return runs
+
+
+def csv_number(cell: str, where: str, column: str, finite: bool = True) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = None
+    if value is None or (finite and not math.isfinite(value)):
+        raise ValueError(f"{where}, column {column!r}: got {cell!r}, expected a number; fix: correct it there, or leave the "
+                         f"column out (import-wandb --map '{column}=')")  # fmt: skip
+    return value
+
+
+class Series(NamedTuple):
+    """A quantity by step: int64, float64, and the number of steps that each value is a mean of; all of one length."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, values: dict[int, float], counts: dict[int, float], shift: int) -> "Series":
+        steps = np.array(sorted(s for s, v in values.items() if math.isfinite(v)), np.int64)
+        ordered = [[values[s], counts.get(s, 1)] for s in steps.tolist()]
+        both = np.array(ordered, np.float64).reshape(-1, 2)
+        return cls(steps + shift, both[:, 0], both[:, 1])
+
+    def __getitem__(self, which) -> "Series":
+        return Series(*(x[which] for x in tuple(self)))
+
+
+class Run(NamedTuple):
+    name: str
+    source: str
+    system: str
+    z_loss: str  # none | included | subtracted
+    training: Series
+    heldout: dict[str, Series]
+
+    def describe(self) -> dict:
+        steps = self.training.steps
+        return {"name": self.name, "source": self.source, "system": self.system, "z_loss": self.z_loss,
+                "points": len(steps), "first": int(steps[0]), "last": int(steps[-1]),
+                "heldout": {label: len(s.steps) for label, s in self.heldout.items()}}  # fmt: skip
+
+
+def find_scalars(run: str) -> list[tuple[str, str, Scalars]]:
+    """(name, source, scalars) of each run that a path or the name of a reference holds: one, but for a CSV of several."""
+    path, named = Path(run), REFERENCES / f"{run}.csv"
+    boards = next((f for p in (path, path / "tensorboard") if (f := event_files(p))), []) if path.is_dir() else []
+    if (path / "metrics.jsonl").is_file() or path.suffix == ".jsonl":
+        return [(path.name, str(metrics_file(run)), read_metrics(metrics_file(run)))]
+    if boards or (path.is_file() and "tfevents" in path.name):
+        folder = path.parent if path.name == "tensorboard" else path
+        return [(folder.resolve().name, str(path), read_board(boards or [path]))]
+    if path.suffix == ".csv" and path.is_file():
+        return [(name or path.stem, str(path), scalars) for name, scalars in read_csv(path).items()]
+    if not path.exists() and named.is_file():
+        return [(run, f"references/{named.name}", read_csv(named)[""])]
+    references = ", ".join(sorted(p.stem for p in REFERENCES.glob("*.csv")))
+    raise ValueError(f"{run}: got nothing to read, expected a run directory, a metrics.jsonl, a folder of TensorBoard event "
+                     f"files, a CSV of W&B, or one of {references}; fix: check the path")  # fmt: skip
+
+
+def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
+    """One system's names into those of Run. z_loss "subtract": MaxText's own z-loss, taken off step by step."""
+    for system, s in SYSTEMS.items():  # noqa: B007
+        if tag := next(filter(s.training.fullmatch, scalars), None):
+            break
+    else:
+        known = ", ".join(s.training.pattern.replace("[ _]", " ") for s in SYSTEMS.values())
+        raise ValueError(f"{source}: got no training loss, expected {known}; fix: check what it logs")
+    found = {"training": tag} | {m[1]: t for t in scalars if (m := s.heldout.fullmatch(t))}
+    contains, series = "none", {}
+    for label, tag in found.items():
+        values = scalars[tag]
+        z_tag = s.z_losses and s.z_losses[label != "training"]
+        z = scalars.get(z_tag, {})
+        if z_tag and (not z or any(z.values())):  # all zeros: trained without; not logged: it may be in there
+            contains = "included"
+            if z_loss == "subtract":
+                if missing := values.keys() - z.keys():
+                    raise ValueError(f"{source}: step {min(missing)}: got {tag} without {z_tag}, expected both; "
+                                     "fix: --z-loss label")  # fmt: skip
+                contains, values = "subtracted", {step: value - z[step] for step, value in values.items()}
+        series[label] = Series.of(values, scalars.get(tag + COUNT, {}), s.shift)
+    run = Run(name, source, system, contains, series.pop("training"), series)
+    if not len(run.training.steps):
+        raise ValueError(f"{source}: got no finite training loss ({tag}), expected some; fix: check the run")
+    return run
+
+
+def read_runs(args: argparse.Namespace) -> list[Run]:
+    """Every run named, cut to --steps. A cross-entropy beside one that contains z-loss is refused unless asked for."""
+    runs = [make_run(*found, args.z_loss) for run in args.runs for found in find_scalars(run)]
+    if len(runs) < 2:
+        raise ValueError(f"{args.runs[0]}: got one run, expected two or more; fix: name another, or a reference")
+    if args.z_loss == "refuse" and len({r.z_loss for r in runs}) > 1:
+        a, b = (next(r for r in runs if r.z_loss == kind) for kind in ("included", "none"))
+        raise ValueError(f"{a.name}: got {a.system}'s loss, which contains the z-loss, beside {b.name}, whose loss does not; "
+                         "fix: --z-loss subtract takes it off (wrong by a factor under gradient accumulation, where "
+                         "MaxText logs the sum of the micro-batches'), --z-loss label compares them as they are")  # fmt: skip
+    first, last = args.steps or (0, math.inf)
+    names = [r.name for r in runs]
+    cut = []
+    for r in runs:
+        of = {k: s[(s.steps >= first) & (s.steps <= last)] for k, s in (("", r.training), *r.heldout.items())}
+        if not len(of[""].steps):
+            raise ValueError(f"{r.source}: got no training loss in steps {first} to {last}; fix: --steps")
+        name = r.name if names.count(r.name) == 1 else r.source
+        cut.append(r._replace(name=name, training=of.pop(""), heldout=of))
+    return cut
+
+
+# --------------------------------------------------------------------------------------------------------- differences
+
+
+class Bins(NamedTuple):
+    """The mean of A minus that of B over bins of steps, and its standard error: arrays [bins]."""
+
+    centre: np.ndarray
+    delta: np.ndarray
+    error: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+def spread(x: np.ndarray) -> float:
+    """Standard deviation of single values about a trend that is slow: from successive differences (von Neumann)."""
+    return math.sqrt(float(np.mean(np.diff(x) ** 2)) / 2) if len(x) > 1 else math.nan
+
+
+def compare_bins(a: Series, b: Series, width: int) -> Bins:
+    """Steps 1 to width, width + 1 to 2 width, ... Where the steps of one are (mostly) steps of the other too, these are
+    paired, so that what both saw cancels; else means are compared. A value that is a mean itself (a reference's) is
+    compared with the other's mean over `width` steps about it."""
+    rows = []  # of Bins; instead of the error the spread of single steps and how many the difference is worth
+    for x, y, sign in ((a, b, 1), (b, a, -1)):
+        for i in np.flatnonzero(x.counts > 1):
+            near = y[(np.abs(y.steps - x.steps[i]) <= width / 2) & (y.counts == 1)]
+            if n := len(near.steps):
+                delta, worth = sign * (x.values[i] - near.values.mean()), 1 / (1 / n + 1 / x.counts[i])
+                rows.append((x.steps[i], delta, spread(near.values), worth, near.steps[0], near.steps[-1]))
+    a, b = a[a.counts == 1], b[b.counts == 1]
+    of_a, of_b = (a.steps - 1) // width, (b.steps - 1) // width
+    for k in np.intersect1d(of_a, of_b):
+        x, y = a[slice(*np.searchsorted(of_a, (k, k + 1)))], b[slice(*np.searchsorted(of_b, (k, k + 1)))]
+        steps, in_x, in_y = np.intersect1d(x.steps, y.steps, assume_unique=True, return_indices=True)
+        if 2 * len(steps) >= min(len(x.steps), len(y.steps)):
+            x, y = x[in_x], y[in_y]
+            sd, worth = spread(x.values - y.values), len(steps)
+        else:
+            sd, worth = np.nanmax([spread(x.values), spread(y.values), 0]), 1 / (1 / len(x.steps) + 1 / len(y.steps))
+        both = np.concatenate([x.steps, y.steps])
+        rows.append((both.mean(), x.values.mean() - y.values.mean(), sd or math.nan, worth, both.min(), both.max()))
+    centre, delta, sd, worth, first, last = np.array(sorted(rows), np.float64).reshape(-1, 6).T
+    # A bin of few steps does not know its own spread well: at least that of four bins on either side counts.
+    near = [sd[max(0, i - 4) : i + 5] for i in range(len(sd))]
+    pooled = [math.sqrt(np.nanmean(x**2)) if np.isfinite(x).any() else math.nan for x in near]
+    return Bins(centre, delta, np.fmax(sd, pooled) / np.sqrt(worth), first, last)
+
+
+def shared(a: Series, b: Series) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, A - B) at the steps of both."""
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return steps, a.values[in_a] - b.values[in_b]
+
+
+def bin_width(runs: list[Run], asked: int | None) -> int:
+    """2,000 steps, as the case study has it; a twentieth of the steps that all runs have, where those are few."""
+    if asked:
+        return asked
+    first, last = max(r.training.steps[0] for r in runs), min(r.training.steps[-1] for r in runs)
+    return int(min(2000, max(1, (last - first + 1) // 20)))
+
+
+def smooth(bins: Bins, span: float) -> np.ndarray:
+    """The mean of the bins whose centres lie within span / 2."""
+    return np.array([bins.delta[np.abs(bins.centre - c) <= span / 2].mean() for c in bins.centre])
+
+
+def mean_about(series: Series, step: int, width: int) -> float | None:
+    """The mean over `width` steps about a step."""
+    near = np.abs(series.steps - step) <= width / 2
+    return float(np.average(series.values[near], weights=series.counts[near])) if near.any() else None
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+Z_LABEL = {"none": "", "included": " (with z-loss)", "subtracted": " (z-loss taken off)"}
+
+
+def landmarks(runs: list[Run], width: int) -> list[int]:
+    """Steps of the table: held-out evaluations that all runs have, if they have training losses about them too, thinned
+    to ten; eighths of the common steps if there are none."""
+    evaluated = [{int(step) for s in r.heldout.values() for step in s.steps} for r in runs]
+    common = sorted(set.intersection(*evaluated))
+    trained = [step for step in common if all(mean_about(r.training, step, width) is not None for r in runs)]
+    if common := trained or common:
+        return common[:: -(-len(common) // 10)][:-1] + common[-1:]
+    first, last = max(r.training.steps[0] for r in runs), min(r.training.steps[-1] for r in runs)
+    return sorted({int(first + (last - first) * i / 8) for i in range(1, 9)}) if first <= last else []
+
+
+def curves(args: argparse.Namespace) -> dict:
+    """Training and held-out loss of two or more runs, and the difference of each to the last one named.
+
+    By bins of steps (--bin) and at landmarks; a picture, a table on standard error, JSON on standard output."""
+    runs = read_runs(args)
+    *others, base = runs
+    width = bin_width(runs, args.bin)
+    span = args.smooth or 9 * width
+    steps = args.landmarks or landmarks(runs, width)
+    fig, top, low = new_figure()
+    draw_losses(top, runs, width)
+    differences, sizes = {}, []
+    for i, r in enumerate(others):
+        bins = compare_bins(r.training, base.training, width)
+        if not len(bins.delta):
+            raise ValueError(
+                f"{r.name}, {base.name}: got training losses at no common steps; fix: a wider --bin, or --steps"
+            )
+        held = {label: shared(s, base.heldout[label]) for label, s in r.heldout.items() if label in base.heldout}
+        held = {label: (at, delta) for label, (at, delta) in held.items() if len(at)}
+        sizes += draw_differences(low, i, r.name, bins, held, width, smooth(bins, span), span)
+        differences[r.name] = {
+            "training": summary(bins.centre, bins.delta),
+            "heldout": {label: summary(*both) for label, both in held.items()},
+        }
+    table = [{"step": step, "training": {r.name: mean_about(r.training, step, width) for r in runs}, "heldout": {
+        r.name: {label: float(s.values[s.steps == step][0]) for label, s in r.heldout.items() if step in s.steps}
+        for r in runs}} for step in steps]  # fmt: skip
+    print_landmarks(table, runs, width)
+    finish_differences(low, sizes, base.name)
+    picture = save_figure(fig, args.png)
+    return {"runs": [r.describe() for r in runs], "baseline": base.name, "bin": width, "smooth": span,
+            "differences": differences, "landmarks": table, "picture": picture, "notes": notes(runs)}  # fmt: skip
+
+
+def summary(steps: np.ndarray, delta: np.ndarray) -> dict:
+    at = int(np.argmax(np.abs(delta)))
+    return {"compared": len(delta), "first": int(steps[0]), "last": int(steps[-1]), "mean": float(delta.mean()),
+            "mean_abs": float(np.abs(delta).mean()), "largest": float(delta[at]), "largest_at": int(steps[at]),
+            "at_the_end": float(delta[-1])}  # fmt: skip
+
+
+def notes(runs: list[Run]) -> list[str]:
+    """What the numbers do not say themselves."""
+    found = [f"{r.name}: {r.system}'s loss{Z_LABEL[r.z_loss]}" for r in runs if r.z_loss != "none"]
+    if len({r.system for r in runs}) > 1:
+        found.append("MaxText numbers steps from 0: its step s is shown as s + 1, the updates done")
+    if any(label.endswith("-validation") for r in runs for label in r.heldout):
+        found.append("OLMo-core's held-out loss counts a label more than each document has, and cuts documents otherwise "
+                     "than train.py does: between the two, a constant offset of held-out loss means nothing")  # fmt: skip
+    return found
+
+
+def print_landmarks(table: list[dict], runs: list[Run], width: int) -> None:
+    """Means of training loss over `width` steps about each landmark, held-out losses at it; differences to the last run."""
+
+    def line(step, kind, values):
+        known = [f"{v:>12.4f}" if v is not None else f"{'-':>12}" for v in values]
+        deltas = [f"{v - values[-1]:>+12.4f}" if None not in (v, values[-1]) else f"{'-':>12}" for v in values[:-1]]
+        print(f"{step:>10,}  {kind:<30}", *known, *deltas, file=sys.stderr)
+
+    names = [r.name[-12:] for r in runs]
+    print(f"{'step':>10}  {'loss':<30}", *(f"{n:>12}" for n in (*names, *(f"d {n[-10:]}" for n in names[:-1]))),
+          file=sys.stderr)  # fmt: skip
+    for row in table:
+        line(row["step"], f"training, mean of {width:,}", [row["training"][r.name] for r in runs])
+        for label in sorted({label for values in row["heldout"].values() for label in values}):
+            line(row["step"], f"held-out {label}"[:30], [row["heldout"][r.name].get(label) for r in runs])
+
+
+def bin_means(s: Series, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mean step, mean value) of every bin that holds something."""
+    _, which, n = np.unique((s.steps - 1) // width, return_inverse=True, return_counts=True)
+    return np.bincount(which, s.steps) / n, np.bincount(which, s.values) / n
+
+
+def markers(*several: dict) -> dict[str, str]:
+    """label -> marker of at most four held-out sets; "all" only where it is alone."""
+    labels = sorted({label for heldout in several for label in heldout})
+    return dict(zip([label for label in labels if label != "all"] or labels, "os^D", strict=False))
+
+
+def new_figure() -> tuple:
+    """Curves above, differences below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(2, 1, figsize=(9, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    return fig, *axes
+
+
+def save_figure(fig, path: str) -> str:
+    for axes in fig.axes:
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=90)
+    return str(path)
+
+
+def draw_losses(axes, runs: list[Run], width: int) -> None:
+    """From the lowest loss to where nine tenths of the bins lie: the first steps would press the rest flat."""
+    training, heldout, sets = [], [], markers(*(r.heldout for r in runs))
+    dots = {"ls": ":", "lw": 1, "ms": 3.5}
+    for i, r in enumerate(runs):
+        steps, means = bin_means(r.training, width)
+        training += means.tolist()
+        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{r.name}: training{Z_LABEL[r.z_loss]}")
+        for label in sets.keys() & r.heldout.keys():
+            s = r.heldout[label]
+            heldout += s.values[len(s.values) // 5 :].tolist()
+            axes.plot(s.steps, s.values, **dots, color=f"C{i}", marker=sets[label])
+    for label, marker in sets.items():
+        axes.plot([], [], **dots, color="0.25", marker=marker, label=f"held-out {label}")
+    low, high = min(training + heldout), max([float(np.quantile(training, 0.9)), *heldout])
+    margin = 0.06 * (high - low) + 1e-3
+    axes.set(ylabel="loss (nats/token)", ylim=(low - margin, high + margin), title=", ".join(r.name for r in runs))
+
+
+def draw_differences(
+    axes, number: int, name: str, bins: Bins, heldout: dict, width: int, smoothed=None, span=0
+) -> list:
+    """Of one run to the last; returns sizes for the limits of the axis, without the first tenth of the bins."""
+    color, thin = f"C{number}", smoothed is not None
+    axes.plot(bins.centre, bins.delta, color=color, lw=0.7, alpha=0.5 if thin else 1, marker="" if thin else ".",
+              label=f"{name}: training, means of {width:,} steps")  # fmt: skip
+    if thin:
+        axes.plot(bins.centre, smoothed, color=color, lw=1.8, label=f"{name}: training, smoothed over {span:,} steps")
+    sizes = np.abs(bins.delta[len(bins.delta) // 10 :]).tolist()
+    for label, marker in markers(heldout).items():
+        steps, delta = heldout[label]
+        style = {"color": color if number else "0.25", "ls": ":", "lw": 1, "ms": 3.5, "marker": marker}
+        axes.plot(steps, delta, **style, label=f"{name}: held-out {label}")
+        sizes += np.abs(delta[len(delta) // 10 :]).tolist()
+    return sizes
+
+
+def finish_differences(axes, sizes: list, base: str) -> None:
+    bound = 1.15 * max([*sizes, 1e-6])
+    axes.axhline(0, color="k", lw=0.6)
+    axes.set(xlabel="step", ylabel=f"difference to {base}", ylim=(-bound, bound))
+
+
+# -------------------------------------------------------------------------------------------------------------- detect
+
+
+TOLERANCE = (
+    "what two clean runs of one recipe may differ by (the case study's: 0.012 in training, 0.02 in held-out loss)"
+)
+
+
+def wander(delta: np.ndarray) -> float:
+    """Standard deviation of one value about a line through its neighbours: from the median second difference, so that
+    neither a trend nor a few jumps count."""
+    return float(np.median(np.abs(np.diff(delta, 2)))) / (0.6745 * math.sqrt(6)) if len(delta) > 4 else 0.0
+
+
+def detect(args: argparse.Namespace) -> dict:
+    """Where does training loss of A depart from B's while held-out loss does not? Exit code 1 if anywhere.
+
+    D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
+    the sets that both have: anything that it is from the evaluation before the bin to the one after it. N is the
+    standard error of D, or how far D - H wanders from bin to bin (about a line, so that what departs steadily is no
+    noise) if that is more. A bin fires if D lies outside a band that reaches, below and above, as far as the farthest
+    of these does:
+      -T, +T          T: --tolerance, or z N if more
+      H - zN, H + zN
+      2 H             held-out loss moves by half as much or more: the models differ, as they may
+    z is the normal quantile at which all bins together fire by chance in --alpha of comparisons. The run whose training
+    loss is lower there has probably seen the instances before. Both runs need the same training data: another mix
+    shifts training loss alone too. Bins farther than a bin from any evaluation are not judged."""
+    runs = read_runs(args)
+    if len(runs) != 2:
+        raise ValueError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
+    width = bin_width(runs, args.bin)
+    labels, steps, held = heldout_difference(*runs)
+    bins = compare_bins(runs[0].training, runs[1].training, width)
+    lowest, highest = heldout_about(bins, steps, held, width)
+    known = np.isfinite(lowest) & np.isfinite(bins.error)
+    if not known.any():
+        raise ValueError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
+                         "than one training loss, expected some; fix: a wider --bin, or --steps")  # fmt: skip
+    bins, lowest, highest = Bins(*(x[known] for x in bins)), lowest[known], highest[known]
+    band = find_band(bins, lowest, highest, args.tolerance, args.alpha)
+    stretches = find_stretches(bins, band, np.clip(bins.delta, lowest, highest), [r.name for r in runs])
+    fig, top, low = new_figure()
+    draw_losses(top, runs, width)
+    drawn = labels[0] if len(labels) == 1 else f"mean of {len(labels)} sets"
+    sizes = draw_differences(low, 0, runs[0].name, bins, {drawn: (steps, held)}, width)
+    finish_differences(low, [*sizes, *np.quantile(np.abs([band.low, band.high]), 0.9, axis=1)], runs[1].name)
+    low.fill_between(bins.centre, band.low, band.high, color="0.6", alpha=0.25, lw=0,
+                     label="no finding: tolerance, noise, half of it held-out")  # fmt: skip
+    for axes, (n, stretch) in itertools.product((top, low), enumerate(stretches)):
+        axes.axvspan(stretch["first"], stretch["last"], color="tab:red", alpha=0.12, lw=0,
+                     label="training loss departs, held-out loss does not" if n == 0 else None)  # fmt: skip
+    return {"runs": [r.describe() for r in runs], "fires": bool(stretches), "stretches": stretches, "bin": width,
+            "bins_judged": len(bins.delta), "bins_fired": sum(s["bins"] for s in stretches), "z": band.z,
+            "tolerance": args.tolerance, "noise": float(np.median(band.noise)), "heldout_sets": labels,
+            "mean": {"training": float(bins.delta.mean()), "heldout": float(held.mean())},
+            "picture": save_figure(fig, args.png), "notes": notes(runs)}  # fmt: skip
+
+
+def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """(sets, steps, A - B) of the evaluations that both have: mean over the sets evaluated at a step; "all" only where
+    it is alone."""
+    labels = sorted(a.heldout.keys() & b.heldout.keys())
+    labels = [label for label in labels if label != "all"] or labels
+    by_step: dict[int, list[float]] = {}
+    for label in labels:
+        for step, delta in zip(*shared(a.heldout[label], b.heldout[label]), strict=True):
+            by_step.setdefault(int(step), []).append(delta)
+    if not by_step:
+        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of the same set at the same step "
+                         f"({sorted(a.heldout)}, {sorted(b.heldout)}), expected some; fix: evaluate both")  # fmt: skip
+    steps = sorted(by_step)
+    return labels, np.array(steps), np.array([np.mean(by_step[step]) for step in steps])
+
+
+def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(lowest, highest) H from the evaluation before a bin to the one after it; NaN farther than `width` from any."""
+    bounds = []
+    for first, last in zip(bins.first, bins.last, strict=True):
+        before, after = np.searchsorted(steps, first) - 1, np.searchsorted(steps, last)
+        beyond = steps[0] - last > width or first - steps[-1] > width
+        near = [math.nan] if beyond else held[max(before, 0) : after + 1]
+        bounds.append((np.min(near), np.max(near)))
+    return tuple(np.array(bounds).reshape(-1, 2).T)
+
+
+class Band(NamedTuple):
+    """What `detect` allows: arrays [bins], and z."""
+
+    low: np.ndarray
+    high: np.ndarray
+    noise: np.ndarray
+    z: float
+
+
+def find_band(bins: Bins, lowest: np.ndarray, highest: np.ndarray, tolerance: float, alpha: float) -> Band:
+    z = NormalDist().inv_cdf(1 - alpha / (2 * len(bins.delta)))
+    noise = np.maximum(bins.error, wander(bins.delta - (lowest + highest) / 2))
+    floor = np.maximum(tolerance, z * noise)
+    low = np.minimum.reduce([-floor, lowest - z * noise, 2 * lowest])
+    high = np.maximum.reduce([floor, highest + z * noise, 2 * highest])
+    return Band(low, high, noise, z)
+
+
+def find_stretches(bins: Bins, band: Band, held: np.ndarray, names: list[str]) -> list[dict]:
+    """Neighbouring bins outside the band on one side, as one."""
+    side = np.where(bins.delta < band.low, -1, np.where(bins.delta > band.high, 1, 0))
+    found = []
+    for group in np.split(np.arange(len(side)), np.flatnonzero(np.diff(side)) + 1):
+        if side[group[0]]:
+            D = bins.delta[group]
+            found.append({
+                "first": int(bins.first[group[0]]), "last": int(bins.last[group[-1]]), "bins": len(group),
+                "lower": names[int(D[0] > 0)], "training": float(D.mean()), "heldout": float(held[group].mean()),
+                "largest": float(D[np.argmax(np.abs(D))]),
+            })  # fmt: skip
+    return found
+
+
+def print_verdict(r: dict) -> None:
+    a, b = (run["name"] for run in r["runs"])
+    for s in r["stretches"]:
+        print(f"steps {s['first']:,} to {s['last']:,}: training loss of {a} - {b} is {s['training']:+.4f} (largest "
+              f"{s['largest']:+.4f}), held-out loss {s['heldout']:+.4f}: has {s['lower']} seen its instances before?",
+              file=sys.stderr)  # fmt: skip
+    if not r["fires"]:
+        print(f"training and held-out loss tell the same in {r['bins_judged']} bins of {r['bin']:,} steps: {a} - {b} is "
+              f"{r['mean']['training']:+.4f} and {r['mean']['heldout']:+.4f} on average", file=sys.stderr)  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- import-wandb
+
+
+def import_wandb(args: argparse.Namespace) -> dict:
+    """A CSV export of W&B into TensorBoard event files: a chart's (columns RUN - TAG) or a history's (columns TAG).
+
+    The step column is the first of Step, global_step, _step, step, trainer/global_step (--step-column for another).
+    Left out: __MIN and __MAX, which repeat RUN - TAG, times, and columns that begin with "_". --map COLUMN=TAG gives a
+    column another tag, --map COLUMN= leaves it out. One run is written to DIR, several to DIR/RUN each. The file is
+    read whole first: nothing is written of one with a fault, whose line and column are named (exit code 2)."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    runs = read_csv(Path(args.csv), args.step_column, dict(args.map))
+    folders = {run: Path(args.dir) / (re.sub(r"[^\w.-]", "_", run) if len(runs) > 1 else "") for run in runs}
+    if len(set(folders.values())) < len(runs):
+        raise ValueError(
+            f"{args.csv}: got runs {sorted(runs)}, expected names that differ as folders; fix: rename them"
+        )
+    for folder in folders.values():
+        if event_files(folder):
+            raise ValueError(f"{folder}: got a folder with event files, expected none; fix: another DIR, or delete it")
+    report = {}
+    for run, scalars in runs.items():
+        folders[run].mkdir(parents=True, exist_ok=True)
+        board = EventsWriter(str(folders[run] / "events"))  # unlike SummaryWriter it keeps a tag's spaces
+        board.write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        by_step: dict[int, list] = {}
+        for tag, values in scalars.items():
+            for step, value in values.items():
+                by_step.setdefault(step, []).append(Summary.Value(tag=tag, simple_value=value))
+        for step in sorted(by_step):
+            board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=by_step[step])))
+        board.close()
+        report[run] = {"folder": str(folders[run]), "steps": len(by_step), "first": min(by_step), "last": max(by_step),
+                       "tags": {tag: len(values) for tag, values in scalars.items()}}  # fmt: skip
+    return {"csv": args.csv, "runs": report}
+
+
 # -------------------------------------------------------------------------------------------------------- command line
+
+
+def natural(word: str) -> int:
+    if (n := int(word)) < 1:
+        raise ValueError(word)
+    return n
+
+
+def positive(word: str) -> float:
+    if not 0 < (x := float(word)) < math.inf:
+        raise ValueError(word)
+    return x
+
+
+def share(word: str) -> float:
+    if not 0 < (x := float(word)) < 1:
+        raise ValueError(word)
+    return x
+
+
+def mapping(word: str) -> tuple[str, str]:
+    column, equals, tag = word.rpartition("=")
+    if not equals:
+        raise ValueError(word)
+    return column, tag
 
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    p = verbs.add_parser(
-        "exact", help="difference of every quantity at every step; exit 0 if all are 0, else 1",
-        description=exact.__doc__, epilog="example: python compare.py exact runs/straight runs/killed",
-    )  # fmt: skip
+
+    def verb(name: str, function, what: str, example: str) -> argparse.ArgumentParser:
+        p = verbs.add_parser(name, help=what, description=function.__doc__, epilog=f"example: python compare.py {example}",
+                             formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        p.set_defaults(function=function)
+        return p
+
+    p = verb("exact", exact, "difference of every quantity at every step; exit 0 if all are 0, else 1",
+             "exact runs/straight runs/killed")  # fmt: skip
     p.add_argument("a", metavar="A", help="a run directory or a metrics.jsonl")
     p.add_argument("b", metavar="B")
     p.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
     p.add_argument("--show", type=int, default=20, metavar="N", help="values listed, at most (default: %(default)s)")
     p.add_argument("--all", action="store_true", help="list every value of every step, also where nothing differs")
     p.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+
+    what = "run directory, metrics.jsonl, TensorBoard folder, CSV of W&B, or a reference (olmo3-7b, olmo3-7b-stage2)"
+    for p, several in (
+        (verb("curves", curves, "two or more runs, aligned by step: differences, table, picture",
+              "curves runs/straight runs/killed --png runs/curves.png"), "+"),
+        (verb("detect", detect, "does training loss depart where held-out loss does not? exit 1 if so",
+              "detect runs/straight runs/killed --png runs/detect.png"), 2),
+    ):  # fmt: skip
+        p.add_argument("runs", nargs=several, metavar="RUN", help=what)
+        p.add_argument("--bin", type=natural, metavar="STEPS",
+                       help="steps averaged; default: 2000, or a 20th of the steps in common if less")  # fmt: skip
+        p.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
+        p.add_argument("--z-loss", choices=("refuse", "subtract", "label"), default="refuse",
+                       help="where one loss contains z-loss (MaxText's) and another does not; default: %(default)s")  # fmt: skip
+        p.add_argument(
+            "--png", default=f"runs/{'curves' if several == '+' else 'detect'}.png", help="default: %(default)s"
+        )
+        if several == "+":
+            p.add_argument("--smooth", type=natural, metavar="STEPS", help="of the thick difference; default: 9 bins")
+            p.add_argument("--landmarks", type=natural, nargs="+", metavar="STEP",
+                           help="of the table; default: held-out evaluations in common")  # fmt: skip
+        else:
+            p.add_argument(
+                "--tolerance", type=positive, default=0.02, metavar="NATS", help=f"{TOLERANCE}; default: %(default)s"
+            )
+            p.add_argument(
+                "--alpha", type=share, default=0.001, help="chance of firing without cause; default: %(default)s"
+            )
+
+    p = verb(
+        "import-wandb",
+        import_wandb,
+        "a CSV export of W&B into TensorBoard event files",
+        "import-wandb export.csv runs/ai2",
+    )
+    p.add_argument("csv", metavar="CSV")
+    p.add_argument("dir", metavar="DIR")
+    p.add_argument("--step-column", metavar="COLUMN", help="the number of the step; default: see above")
+    p.add_argument("--map", type=mapping, action="append", default=[], metavar="COLUMN=TAG", help="repeatable")
     args = parser.parse_args(argv)
-    args.show = None if args.all else args.show
+    if args.verb == "exact":
+        args.show = None if args.all else args.show
     return args
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
     try:
-        report = exact(args)
+        report = args.function(args)
     except (ValueError, OSError) as e:
         print(f"compare.py: error: {e}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(report, indent=1, allow_nan=False))
-    else:
+    if args.verb == "detect":
+        print_verdict(report)
+    if args.verb == "exact" and not args.json:
         print_report(report)
-    return 0 if report["equal"] else 1
+    else:
+        print(json.dumps(report, indent=1, allow_nan=False))
+    return int(not report["equal"] if args.verb == "exact" else report.get("fires", False))
 
 
 if __name__ == "__main__":
