@@ -291,7 +291,7 @@ class Perplexity:
             self.bytes.append(row_bytes(batches, sizes))
         then, now = (train.flatten(m) for m in (meta["config"]["model"], train.science_dict(c)["model"]))
         windows = {} if cut == "instances" else {"window": window, "stride": stride}
-        self.name = "-".join([Path(path).stem for path in paths] + [cut])
+        self.name = "-".join([Path(path).stem for path in paths] + [cut, *map(str, windows.values())])
         self.settings = {
             "indexes": [index.fingerprint for index in indexes], "instances": limit, "cut": cut, **windows,
             "mask_token": c.data.mask_token, "document_mask": c.data.document_mask,
@@ -694,7 +694,7 @@ def report_kl(args, out: Path) -> tuple[dict, str]:
             import convert
 
             exported = Path(folder) / "hf"
-            convert.main(["to-hf", str(train.find_checkpoint(args.checkpoint)), str(exported)])
+            convert.to_hf(convert.parse_args(["to-hf", args.checkpoint, str(exported)]))
         given = args.index[0] if args.index else None
         both = {"a": args.checkpoint, "b": args.reference or str(exported), "index": given}
         found = kl(argparse.Namespace(**vars(args) | both))

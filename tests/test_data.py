@@ -1173,8 +1173,8 @@ def test_usage_errors(tmp_path, corpus):
         done = run(*arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert not done.stdout
-    verbs = ("quickstart", "tokenize", "tokenizer", "urls", "index", "verify", "order", "audit", "pack", "show")
-    for verb in verbs:
+    verbs = "quickstart tokenize domains tokenizer urls index verify order audit pack show"
+    for verb in verbs.split():
         example = run(verb, "--help").stdout.partition("example:")[2].split()
         assert example[:3] == ["python", "data.py", verb] and data.parse(example[2:]).verb == verb
 
