@@ -93,6 +93,7 @@ def resolve(args, step_folder: Path) -> tuple[dict, train.Config, int]:
     batch = c.data.global_batch if args.batch is None else args.batch
     if batch < 1:
         raise ValueError(f"--batch: got {batch}, expected a positive number")
+    train.cache_compilations(c)
     return meta, c, batch
 
 
@@ -414,7 +415,8 @@ def kl_terms(p, q, log_ratio):
 def divergence_terms(log_p, log_q):
     """Of log-probabilities, elementwise: terms of KL(p||q), KL(q||p) and Jensen-Shannon. -inf in both is a term of 0."""
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    r = jnp.where(log_p == log_q, 0.0, log_p - log_q)
+    same = log_p == log_q  # also where both are -inf, whose difference is no number
+    r = jnp.where(same, 0.0, log_p) - jnp.where(same, 0.0, log_q)
     middle = (p + q) / 2
 
     def to_middle(r):  # log(p / middle) from r = log(p / q), exactly 0 at 0

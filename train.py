@@ -550,6 +550,11 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=c.hardware.xla_flags)
 
 
+def cache_compilations(c: Config) -> None:
+    if c.hardware.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+
+
 def check_compiler_options(c: Config) -> None:
     """Compile nothing with them, before the model is compiled for minutes."""
     try:
@@ -1707,8 +1712,7 @@ def main(argv=None) -> int:
         run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
         if args.init_from is None and args.init_state != "params":
             raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
-        if c.hardware.compilation_cache:
-            jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+        cache_compilations(c)
         if args.dry_run:
             return dry_run(c, args.data_root)
         if args.profile < 0:

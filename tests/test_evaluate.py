@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from harness import SEQUENCE, STEPS, VOCABULARY
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 from test_train import flip, largest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -29,6 +30,7 @@ import train
 def verb(house, monkeypatch, capsys):
     """verb(name, *arguments) -> what `evaluate.py NAME ... --hardware cpu` prints, on one device of this process."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # the cache that the runs fill, too
 
     def call(*arguments, expect: int = 0):
         capsys.readouterr()
@@ -38,7 +40,9 @@ def verb(house, monkeypatch, capsys):
         assert code == expect, err
         return err if expect else json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
-    return call
+    yield call
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -288,7 +292,7 @@ def test_documents_one_by_one(house, documents, straight, verb):
             nats[label] += np.log(np.exp(logits[t]).sum()) - logits[t, token]
     sizes = {label: sum(1 + i % 3 for i in x.tolist()) for label, x in texts.items()}
     nats["all"], sizes["all"] = sum(nats.values()), sum(sizes.values())
-    assert list(found) == list(nats)
+    assert found.keys() == nats.keys()
     for label, r in found.items():
         assert r["tokens"] == (sum(LENGTHS) if label == "all" else len(texts[label])) and r["bytes"] == sizes[label]
         assert r["ce"] == pytest.approx(nats[label] / r["tokens"], rel=1e-5)
@@ -304,15 +308,14 @@ def test_independent_of_batch_order_and_padding(documents, straight, verb, monke
         return {label: r["ce"] * r["tokens"] for label, r in verb(*command)["evaluations"][0]["heldout"].items()}
 
     expected = nats("--stride", 8)
-    assert nats("--stride", 8, "--batch", 1) == pytest.approx(expected, abs=1e-4)
     assert nats("--stride", 8, "--batch", 5, index=index.with_name("backwards.json")) == pytest.approx(
         expected, abs=1e-4
     )
-    longer = nats("--window", 112, "--batch", 2)  # one window for every document, in longer rows
+    longer = nats("--window", 112, "--batch", 1)  # one window for every document, in longer rows
     for label in ("of1", "of5", "of31", "of32"):
         assert longer[label] == pytest.approx(expected[label], abs=1e-4)
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    mesh = ("--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 2}")
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    mesh = ("--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 1}")
     assert nats("--stride", 8, *mesh) == pytest.approx(expected, abs=1e-4)
 
 
@@ -467,9 +470,9 @@ def test_kl_streams(monkeypatch, size):
         assert (got[:3] >= 0).all() and (size > 0 or (got[:3] == 0).all())
 
 
-def test_kl_between_checkpoints(house, straight, verb, monkeypatch):
+def test_kl_between_checkpoints(house, straight, verb):
     """Direction, labels and masks, against the models' own logits in float64; the same model is at exactly 0, and further
-    away in another precision; and on several devices the numbers are the same."""
+    away in another precision."""
     earlier = straight / "checkpoints" / "8"
     found = verb("kl", straight, earlier)
     forward = [forward_of(house, straight, step) for step in (STEPS, 8)]
@@ -484,7 +487,6 @@ def test_kl_between_checkpoints(house, straight, verb, monkeypatch):
     assert found["heldout"]["all"]["tokens"] == 15 * (SEQUENCE - 1)
     floor = found["noise_floor"]["heldout"]["all"]["kl"]
     assert 1e-8 < floor < 1e-3 and found["times_the_floor"] == pytest.approx(found["heldout"]["all"]["kl"] / floor)
-    assert floor > 1e-8
     itself = verb("kl", straight, straight, "--noise-floor", "none", "--limit", 8)
     assert itself["heldout"]["all"] == {
         "kl": 0,
@@ -493,10 +495,17 @@ def test_kl_between_checkpoints(house, straight, verb, monkeypatch):
         "top1_agreement": 1,
         "tokens": 8 * 31,
     }
+
+
+@pytest.mark.slow
+def test_kl_on_several_devices(straight, verb, monkeypatch):
+    """Rows, positions or parts of the vocabulary that two devices count, or none."""
+    command = ("kl", straight, straight / "checkpoints" / "8", "--noise-floor", "none")
+    expected = verb(*command)["heldout"]
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    mesh = ("--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 2}")
-    several = verb("kl", straight, earlier, "--noise-floor", "none", *mesh)["heldout"]
-    assert several["web"] == pytest.approx(found["heldout"]["web"], rel=1e-4)
+    several = verb(*command, "--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 2}")["heldout"]
+    for label in expected:
+        assert several[label] == pytest.approx(expected[label], rel=1e-4)
 
 
 def test_kl_of_two_vocabularies(straight, verb, tmp_path):
