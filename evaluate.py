@@ -26,6 +26,7 @@ of the text itself, and comparable between tokenizers.
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -268,7 +270,7 @@ class Perplexity:
         if cut == "instances" and (args.window or args.stride):
             raise ValueError("--window, --stride: got --cut instances, expected --cut documents or --cut stream")
         if not 1 <= stride <= window:
-            raise ValueError(f"--stride: got {stride}, expected 1 to the window, {window}; fix: or tokens are left out")
+            raise ValueError(f"--stride: got {stride}, expected 1 to the window, {window}: no token may be left out")
         if cut != "instances":  # the index's own cut plays no part
             length = indexes[0].sequence_length
             c = dataclasses.replace(c, data=dataclasses.replace(c.data, sequence_length=length))
@@ -363,13 +365,16 @@ class Record:
         self.path, self.board = run_dir / "evaluations" / f"{name}.json", run_dir / "tensorboard" / name
         self.settings, self.by_step = settings, {}
         if self.path.is_file():
-            there = json.loads(self.path.read_text())
-            then, now = (train.flatten(s) for s in (there["settings"], settings))
+            try:
+                there = json.loads(self.path.read_text())
+                there, self.by_step = there["settings"], {e["step"]: e for e in there["evaluations"]}
+            except (ValueError, KeyError, TypeError) as e:
+                raise ValueError(f"{self.path}: got no record of evaluations ({e}); fix: delete it") from e
+            then, now = (train.flatten(s) for s in (there, settings))
             for key in sorted(then.keys() | now.keys()):
                 if then.get(key) != now.get(key):
                     raise ValueError(f"{self.path}: {key}: got {now.get(key)}, expected {then.get(key)} as in the evaluations "
                                      "there; fix: another --name, or delete that file")  # fmt: skip
-            self.by_step = {e["step"]: e for e in there["evaluations"]}
 
     def known(self, meta: dict) -> dict | None:
         """What was found for the same parameters before."""
@@ -550,16 +555,23 @@ def check_same_tokens(a: Path | None, b: Path | None, vocab_a: int, vocab_b: int
                          "differ); fix: compare models of one tokenizer")  # fmt: skip
 
 
-def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOut):
-    """A step for `held_out`: our parameters of a Hugging Face folder here, against that folder in transformers."""
+def transformers_fault(m: model.ModelConfig, document_mask: bool) -> str | None:
+    """Why transformers cannot be the other framework here."""
     import convert
 
-    torch, transformers = convert.import_reference()
-    version = tuple(int(n) for n in transformers.__version__.split(".")[:2])
-    wrong = m.yarn is not None and convert.WRONG_YARN[0] <= version < convert.WRONG_YARN[1]
-    if wrong or held_out.c.data.document_mask:
-        reason = "is known to be wrong for YaRN" if wrong else "knows no data.document_mask"
-        raise ValueError(f"transformers {transformers.__version__} {reason}; fix: --noise-floor precision")
+    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return "torch or transformers is missing; fix: pip install -r requirements-dev.txt"
+    version = metadata.version("transformers")
+    if m.yarn is not None and convert.WRONG_YARN[0] <= tuple(map(int, version.split(".")[:2])) < convert.WRONG_YARN[1]:
+        return f"the YaRN of transformers {version} is known to be wrong; fix: install 5.24"
+    return "transformers knows no data.document_mask; fix: --noise-floor precision" if document_mask else None
+
+
+def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOut):
+    """A step for `held_out`: our parameters of a Hugging Face folder here, against that folder in transformers."""
+    import torch
+    import transformers
+
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     reference = transformers.AutoModelForCausalLM.from_pretrained(
@@ -586,10 +598,6 @@ def kl(args) -> dict:
     folder_a, is_hf = train.find_checkpoint(args.a), (Path(args.b) / "config.json").is_file()
     folder_b = Path(args.b) if is_hf else train.find_checkpoint(args.b)
     meta_a, c, batch = resolve(args, folder_a)
-    if args.noise_floor == "transformers" and not is_hf:
-        raise ValueError(
-            f"--noise-floor transformers: got the checkpoint {args.b}, expected B to be a Hugging Face folder"
-        )
     if is_hf:
         import convert
 
@@ -601,6 +609,12 @@ def kl(args) -> dict:
     else:
         meta_b, c_b, _ = resolve(args, folder_b)
         m_b = dataclasses.replace(c_b.model, compute_dtype=c.model.compute_dtype)
+    fault = transformers_fault(m_b, c.data.document_mask) if is_hf else f"{args.b} is no Hugging Face folder"
+    floor = args.noise_floor or ("precision" if fault else "transformers")
+    if floor == "transformers" and fault:
+        raise ValueError(f"--noise-floor transformers: {fault}")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit: got {args.limit}, expected a positive number")
     names, m_a = (str(folder_a), str(folder_b)), c.model
     check_same_tokens(
         tokenizer_of(folder_a, meta_a), tokenizer_of(folder_b, meta_b), m_a.vocab_size, m_b.vocab_size, names
@@ -622,7 +636,6 @@ def kl(args) -> dict:
     with jax.default_matmul_precision("highest"):  # where float32 is asked for, TPUs would take bfloat16
         held_out.step = held_out.compile(partial(row_divergences, models=(m_a, m_b)), tuple(specs))
         result["heldout"] = mean_divergences(held_out, (params_a, params_b))
-        floor = args.noise_floor or ("transformers" if is_hf else "precision")
         if floor == "transformers":
             what = f"B here against B in transformers, {m_b.compute_dtype}"
             held_out.step = transformers_step(folder_b, m_b, held_out)

@@ -539,9 +539,7 @@ def test_kl_against_hugging_face(straight, verb, tmp_path):
     assert found["heldout"]["all"]["kl"] == 0 and found["heldout"]["all"]["top1_agreement"] == 1
     assert found["noise_floor"]["what"] == "B here against B in transformers, float32"
     assert 0 < found["noise_floor"]["heldout"]["all"]["kl"] < 1e-9
-    assert "expected B to be a Hugging Face folder" in verb(
-        "kl", straight, straight, "--noise-floor", "transformers", expect=2
-    )
+    assert "is no Hugging Face folder" in verb("kl", straight, straight, "--noise-floor", "transformers", expect=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- report
