@@ -502,7 +502,14 @@ def row_divergences(params, piece, c: train.Config, run: model.Execution, models
     return *sums, jnp.sum(piece["loss_mask"], axis=1, dtype=jnp.int32)
 
 
-def mean_divergences(held_out: train.HeldOut, params) -> dict[str, dict]:
+def two_models(held_out: train.HeldOut, *models: model.ModelConfig):
+    specs = tuple({name: t.spec for name, t in model.ledger(m).items()} for m in models)
+    return held_out.compile(partial(row_divergences, models=models), specs)
+
+
+def mean_divergences(held_out: train.HeldOut, params, step) -> dict[str, dict]:
+    """{label or "all": means over tokens} of what a step of `row_divergences` gives."""
+    held_out.step = step
     names = ("kl", "kl_reversed", "jensen_shannon", "top1_agreement")
     columns = held_out.by_row(params, sys.stderr.isatty())
     return {
@@ -591,64 +598,63 @@ def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOu
     return step
 
 
+def second_model(args, c: train.Config):
+    """(folder, meta, ModelConfig, mesh -> parameters) of B: a checkpoint, or a Hugging Face folder, which has no meta."""
+    if (Path(args.b) / "config.json").is_file():
+        import convert
+
+        hf = convert.HuggingFace(args.b)
+        m = convert.model_config(hf.config, str(hf.folder / "config.json"), c.model.compute_dtype)
+        hf.check(convert.hf_shapes(m))
+        if m.vocab_size == c.model.vocab_size:
+            m = dataclasses.replace(m, padded_vocab_size=c.model.padded_vocab_size)
+        return hf.folder, None, m, lambda mesh: hf_params(hf, m, mesh)
+    folder = train.find_checkpoint(args.b)
+    meta, theirs, _ = resolve(args, folder)
+    theirs = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, compute_dtype=c.model.compute_dtype))
+    load = partial(train.restore_item, folder, "params")
+    return folder, meta, theirs.model, lambda mesh: load(train.param_shapes(theirs, mesh))
+
+
 def kl(args) -> dict:
     """Token-level KL(A||B), KL(B||A), Jensen-Shannon (nats a token) and top-1 agreement of two models on the same held-out
     text, by label; beside it the noise floor, the same of one model computed in two ways. Both models are computed in A's
     precision. B is a checkpoint or a Hugging Face folder, whose tensors are read into this project's own forward pass."""
-    folder_a, is_hf = train.find_checkpoint(args.a), (Path(args.b) / "config.json").is_file()
-    folder_b = Path(args.b) if is_hf else train.find_checkpoint(args.b)
+    folder_a = train.find_checkpoint(args.a)
     meta_a, c, batch = resolve(args, folder_a)
-    if is_hf:
-        import convert
-
-        hf, meta_b = convert.HuggingFace(args.b), None
-        m_b = convert.model_config(hf.config, str(folder_b / "config.json"), c.model.compute_dtype)
-        hf.check(convert.hf_shapes(m_b))
-        if m_b.vocab_size == c.model.vocab_size:
-            m_b = dataclasses.replace(m_b, padded_vocab_size=c.model.padded_vocab_size)
-    else:
-        meta_b, c_b, _ = resolve(args, folder_b)
-        m_b = dataclasses.replace(c_b.model, compute_dtype=c.model.compute_dtype)
-    fault = transformers_fault(m_b, c.data.document_mask) if is_hf else f"{args.b} is no Hugging Face folder"
+    folder_b, meta_b, m_b, load_b = second_model(args, c)
+    m_a, names = c.model, (str(folder_a), str(folder_b))
+    fault = f"{args.b} is no Hugging Face folder" if meta_b else transformers_fault(m_b, c.data.document_mask)
     floor = args.noise_floor or ("precision" if fault else "transformers")
     if floor == "transformers" and fault:
         raise ValueError(f"--noise-floor transformers: {fault}")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit: got {args.limit}, expected a positive number")
-    names, m_a = (str(folder_a), str(folder_b)), c.model
-    check_same_tokens(
-        tokenizer_of(folder_a, meta_a), tokenizer_of(folder_b, meta_b), m_a.vocab_size, m_b.vocab_size, names
-    )
+    tokenizers = tokenizer_of(folder_a, meta_a), tokenizer_of(folder_b, meta_b)
+    check_same_tokens(*tokenizers, m_a.vocab_size, m_b.vocab_size, names)
     if m_a.padded_vocab_size != m_b.padded_vocab_size:
         raise ValueError(f"{names[1]}: got padded_vocab_size {m_b.padded_vocab_size}, expected {m_a.padded_vocab_size}")
     mesh = train.make_mesh(c, batch)
     model.check_mesh(m_b, dict(mesh.shape), c.data.sequence_length)
     (index,), limit = held_out_index(args, c, folder_a)
     held_out = train.HeldOut(c, mesh, index, args.data_root, batch, args.limit or limit)
-    specs = [{name: t.spec for name, t in model.ledger(m).items()} for m in (m_a, m_b)]
     params_a = train.restore_item(folder_a, "params", train.param_shapes(c, mesh))
-    if is_hf:
-        params_b = hf_params(hf, m_b, mesh)
-    else:
-        params_b = train.restore_item(folder_b, "params", train.param_shapes(dataclasses.replace(c, model=m_b), mesh))
+    params_b = load_b(mesh)
     result = {"a": names[0], "b": names[1], "index": index, "instances": len(held_out.batches.instances),
               "compute_dtype": m_a.compute_dtype}  # fmt: skip
     with jax.default_matmul_precision("highest"):  # where float32 is asked for, TPUs would take bfloat16
-        held_out.step = held_out.compile(partial(row_divergences, models=(m_a, m_b)), tuple(specs))
-        result["heldout"] = mean_divergences(held_out, (params_a, params_b))
+        result["heldout"] = mean_divergences(held_out, (params_a, params_b), two_models(held_out, m_a, m_b))
         if floor == "transformers":
-            what = f"B here against B in transformers, {m_b.compute_dtype}"
-            held_out.step = transformers_step(folder_b, m_b, held_out)
-            floor = mean_divergences(held_out, params_b)
+            step, what = transformers_step(folder_b, m_b, held_out), "B here against B in transformers"
+            lowest = mean_divergences(held_out, params_b, step)
         elif floor == "precision":
+            both = [dataclasses.replace(m_a, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
             what = "A in float32 against A in bfloat16"
-            models = [dataclasses.replace(m_a, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
-            held_out.step = held_out.compile(partial(row_divergences, models=models), (specs[0], specs[0]))
-            floor = mean_divergences(held_out, (params_a, params_a))
+            lowest = mean_divergences(held_out, (params_a, params_a), two_models(held_out, *both))
     if floor != "none":
-        found, lowest = result["heldout"]["all"]["kl"], floor["all"]["kl"]
-        result["noise_floor"] = {"what": what, "heldout": floor}
-        result["times_the_floor"] = found / lowest if lowest else None
+        result["noise_floor"] = {"what": what, "heldout": lowest}
+        lowest = lowest["all"]["kl"]
+        result["times_the_floor"] = result["heldout"]["all"]["kl"] / lowest if lowest else None
     return finite(result)
 
 

@@ -537,7 +537,7 @@ def test_kl_against_hugging_face(straight, verb, tmp_path):
     convert.to_hf(convert.parse_args(["to-hf", str(straight), str(exported)]))
     found = verb("kl", straight, exported, "--limit", 8)
     assert found["heldout"]["all"]["kl"] == 0 and found["heldout"]["all"]["top1_agreement"] == 1
-    assert found["noise_floor"]["what"] == "B here against B in transformers, float32"
+    assert found["noise_floor"]["what"] == "B here against B in transformers"
     assert 0 < found["noise_floor"]["heldout"]["all"]["kl"] < 1e-9
     assert "is no Hugging Face folder" in verb("kl", straight, straight, "--noise-floor", "transformers", expect=2)
 
