@@ -24,6 +24,7 @@ of the text itself, and comparable between tokenizers.
 """
 
 import argparse
+import copy
 import dataclasses
 import hashlib
 import importlib.util
@@ -91,7 +92,8 @@ def run_of(step_folder: Path) -> Path | None:
 def resolve(args, step_folder: Path) -> tuple[dict, train.Config, int]:
     """(meta, config, rows at once) of a checkpoint as the command line wants it evaluated."""
     meta = checkpoint_meta(step_folder)
-    c = train.assemble_config(meta["config"], str(step_folder), args.hardware, args.set)
+    as_trained = copy.deepcopy(meta["config"])  # --set is written into it
+    c = train.assemble_config(as_trained, str(step_folder), args.hardware, args.set)
     batch = c.data.global_batch if args.batch is None else args.batch
     if batch < 1:
         raise ValueError(f"--batch: got {batch}, expected a positive number")
@@ -247,9 +249,27 @@ def row_bytes(batches, sizes: np.ndarray | None) -> np.ndarray:
     return np.concatenate(rows)[: len(batches.domain)]
 
 
-def tokenizer_file(index_path: str, index: data.Index, given: str | None) -> Path | None:
+def token_bytes(index_path: str, index: data.Index, given: str | None) -> np.ndarray | None:
+    """`bytes_of_tokens` of the tokenizer that --tokenizer or the index names; None, and a line, if there is none."""
     path = Path(given) if given else data.local_path(index_path).parent / index.tokenizer
-    return path if given or path.is_file() else None
+    if not given and not path.is_file():
+        why = f"no tokenizer.json for {index.tokenizer!r}; fix: --tokenizer"
+    elif (sizes := bytes_of_tokens(data.load_tokenizer(path), index.vocab_size)) is None:
+        why = f"{path} is no byte-level BPE"
+    else:
+        return sizes
+    train.say(f"{index_path}: bits per byte are left out: {why}")
+    return None
+
+
+def window_and_stride(args, c: train.Config) -> tuple[int, int]:
+    if args.cut == "instances" and (args.window or args.stride):
+        raise ValueError("--window, --stride: got --cut instances, expected --cut documents or --cut stream")
+    window = c.data.sequence_length if args.window is None else args.window
+    stride = window if args.stride is None else args.stride
+    if not 1 <= stride <= window:
+        raise ValueError(f"--stride: got {stride}, expected 1 to the window, {window}: no token may be left out")
+    return window, stride
 
 
 class Perplexity:
@@ -264,41 +284,27 @@ class Perplexity:
                                  f"{indexes[0].vocab_size}, {indexes[0].eos_id} as in {paths[0]}")  # fmt: skip
         if len({index.fingerprint for index in indexes}) < len(indexes):
             raise ValueError(f"--index: got {', '.join(paths)}, expected every index once; they hold the same data")
-        cut = args.cut
-        window = args.window or c.data.sequence_length
-        stride = args.stride or window
-        if cut == "instances" and (args.window or args.stride):
-            raise ValueError("--window, --stride: got --cut instances, expected --cut documents or --cut stream")
-        if not 1 <= stride <= window:
-            raise ValueError(f"--stride: got {stride}, expected 1 to the window, {window}: no token may be left out")
-        if cut != "instances":  # the index's own cut plays no part
-            length = indexes[0].sequence_length
+        window, stride = window_and_stride(args, c)
+        if args.cut != "instances":  # how the index cuts plays no part
+            length, limit = indexes[0].sequence_length, None
             c = dataclasses.replace(c, data=dataclasses.replace(c.data, sequence_length=length))
-            limit = None
         self.mesh = train.make_mesh(c, batch)
         self.held_out = train.HeldOut(c, self.mesh, paths[0], args.data_root, batch, limit)
         self.batches = [self.held_out.batches]
         self.batches += [self.held_out.open(path, args.data_root, limit) for path in paths[1:]]
-        if cut != "instances":
+        if args.cut != "instances":
             model.check_mesh(c.model, dict(self.mesh.shape), window)
             unit = self.mesh.shape["context"] * (128 if c.hardware.attention == "splash" else 16)
-            self.batches = [Windows(b.source, cut, window, stride, unit) for b in self.batches]
-        self.bytes = []
-        for path, index, batches in zip(paths, indexes, self.batches, strict=True):
-            tokenizer = tokenizer_file(path, index, args.tokenizer)
-            sizes = tokenizer and bytes_of_tokens(data.load_tokenizer(tokenizer), index.vocab_size)
-            if sizes is None:
-                train.say(f"{path}: bits per byte are left out: " + (
-                    f"{tokenizer} is no byte-level BPE" if tokenizer else f"no tokenizer.json for {index.tokenizer!r}; "
-                    "fix: --tokenizer"))  # fmt: skip
-            self.bytes.append(row_bytes(batches, sizes))
+            self.batches = [Windows(b.source, args.cut, window, stride, unit) for b in self.batches]
+        sizes = [token_bytes(path, index, args.tokenizer) for path, index in zip(paths, indexes, strict=True)]
+        self.bytes = [row_bytes(*pair) for pair in zip(self.batches, sizes, strict=True)]
         then, now = (train.flatten(m) for m in (meta["config"]["model"], train.science_dict(c)["model"]))
-        windows = {} if cut == "instances" else {"window": window, "stride": stride}
-        self.name = "-".join([Path(path).stem for path in paths] + [cut, *map(str, windows.values())])
+        windows = {} if args.cut == "instances" else {"window": window, "stride": stride}
+        self.name = "-".join([Path(path).stem for path in paths] + [args.cut, *map(str, windows.values())])
         self.settings = {
-            "indexes": [index.fingerprint for index in indexes], "instances": limit, "cut": cut, **windows,
+            "indexes": [index.fingerprint for index in indexes], "instances": limit, "cut": args.cut, **windows,
             "mask_token": c.data.mask_token, "document_mask": c.data.document_mask,
-            "model_overrides": {key: now[key] for key in sorted(now) if now[key] != then.get(key)},
+            "model_overrides": {k: now.get(k) for k in sorted(then.keys() | now.keys()) if now.get(k) != then.get(k)},
         }  # fmt: skip
 
     def __call__(self, params) -> dict[str, dict]:

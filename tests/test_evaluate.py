@@ -374,6 +374,8 @@ def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
     assert shown["eval/lm/web/CE loss"] == shown["eval/lm/all/PPL"] == [4, 8, 12, STEPS]
     assert "expected latest, all or some of [4, 8, 12, 16]" in verb("perplexity", run, "--steps", "5", expect=2)
     assert "expected a run directory" in verb("perplexity", run / "checkpoints" / "8", "--steps", "8", expect=2)
+    plain = verb("perplexity", run, "--name", "half", "--set", "model.compute_dtype=bfloat16")["settings"]
+    assert plain["model_overrides"] == {"compute_dtype": "bfloat16"}
     other = ("--cut", "documents", "--name", "heldout-instances")
     assert "cut: got documents, expected instances" in verb("perplexity", run, *other, expect=2)
     assert "--stride: got 33, expected 1 to the window" in verb(
