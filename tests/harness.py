@@ -270,11 +270,11 @@ def assert_same_checkpoint(a: Path, b: Path, step: int = STEPS) -> None:
         assert left[name].tobytes() == right[name].tobytes(), name
 
 
-def board(run_dir: Path) -> dict[str, list[int]]:
+def board(run_dir: Path, name: str = "") -> dict[str, list[int]]:
     """tag -> steps, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run_dir / "tensorboard" / name), size_guidance={"scalars": 0}).Reload()
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 

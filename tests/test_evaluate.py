@@ -1,6 +1,9 @@
 """evaluate.py: the number is the one that training printed, whatever the batch and the devices, token by token."""
 
+import argparse
+import functools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -10,9 +13,13 @@ import harness
 import jax
 import numpy as np
 import pytest
-from harness import SEQUENCE, STEPS
+from harness import SEQUENCE, STEPS, VOCABULARY
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import PartitionSpec as P
 from test_train import flip, largest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import convert
 import data
 import evaluate
 import model
@@ -20,18 +27,42 @@ import train
 
 
 @pytest.fixture
-def loss(house, straight, monkeypatch, capsys):
-    """loss(*arguments) -> what `evaluate.py loss RUN --hardware cpu ...` prints, on one device of this process."""
+def verb(house, monkeypatch, capsys):
+    """verb(name, *arguments) -> what `evaluate.py NAME ... --hardware cpu` prints, on one device of this process."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # the cache that the runs fill, too
 
-    def call(*arguments: str, checkpoint=straight, expect: int = 0):
+    def call(*arguments, expect: int = 0):
         capsys.readouterr()
-        code = evaluate.main(["loss", str(checkpoint), "--hardware", "cpu", *arguments])
+        cache = ("--set", f"compilation_cache={house.cache}")
+        code = evaluate.main([*map(str, arguments), "--hardware", "cpu", *cache])
         out, err = capsys.readouterr()
         assert code == expect, err
         return err if expect else json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
-    return call
+    yield call
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def loss(straight, verb):
+    """loss(*arguments) -> what `evaluate.py loss RUN ...` prints."""
+    return lambda *arguments, checkpoint=straight, expect=0: verb("loss", checkpoint, *arguments, expect=expect)
+
+
+def forward_of(house, run_dir, step: int = STEPS):
+    """tokens [N, S] -> float64 logits [N, S, V], dense, on one device."""
+    c = train.load_config(str(house.config), "cpu", ["attention=dense"])
+    mesh, specs = train.make_mesh(c), train.param_specs(c)
+    params = train.restore_item(run_dir / "checkpoints" / str(step), "params", train.param_shapes(c, mesh))
+
+    def logits(params, tokens):
+        return model.logits(model.vary(params), model.vary(tokens), None, c.model, train.execution(c, 1, "cpu"))
+
+    mapped = jax.shard_map(logits, mesh=mesh, in_specs=(specs, P()), out_specs=P(model.AXES), check_vma=False)
+    forward = jax.jit(mapped)
+    return lambda tokens: np.asarray(forward(params, tokens), np.float64)[:, :, :VOCABULARY]
 
 
 def training_said(run_dir, step: int = STEPS) -> dict:
@@ -64,25 +95,11 @@ def test_every_token_counts_once(house, straight, loss):
         assert r["tokens"] == r["instances"] * (SEQUENCE - 1)
         assert r["perplexity"] == pytest.approx(np.exp(r["ce"]))
     # The same from the model's logits, one sequence at a time, in float64.
-    c = train.load_config(str(house.config), "cpu", [])
-    params = train.restore_item(
-        straight / "checkpoints" / str(STEPS), "params", train.param_shapes(c, train.make_mesh(c))
-    )
+    forward = forward_of(house, straight)
     batches = data.EvaluationBatches(house.root / "heldout.json", None, batch=1)
-    mesh, specs = train.make_mesh(c), train.param_specs(c)
-    spec = jax.sharding.PartitionSpec()
-    forward = jax.jit(
-        jax.shard_map(
-            lambda p, tokens, segments: model.logits(
-                model.vary(p), model.vary(tokens), segments, c.model, train.execution(c, 1, "cpu")
-            ),
-            mesh=mesh, in_specs=(specs, spec, spec), out_specs=jax.sharding.PartitionSpec(model.AXES), check_vma=False,
-        )
-    )  # fmt: skip
     sums = {"web": [], "code": []}
     for batch, domain in zip(batches, batches.domain, strict=True):
-        logits = np.asarray(forward(params, batch["tokens"], None), np.float64).reshape(SEQUENCE, -1)
-        logits = logits[:, :97]
+        logits = forward(batch["tokens"])[0]
         log_z = np.log(np.exp(logits).sum(-1))
         nll = log_z[:-1] - logits[np.arange(SEQUENCE - 1), batch["tokens"][0, 1:]]
         sums[batches.domains[domain]].append(nll.sum())
@@ -172,3 +189,377 @@ def test_what_cannot_be_evaluated(house, straight, loss, tmp_path):
         # What tensorstore prints from C++ of reads in flight beside the damaged leaf is not ours to catch.
         assert f"checkpoints/{step}: " in err and ("Traceback" not in err or "Event loop is closed" in err)
     assert "no checkpoint found" in loss(checkpoint=damaged / "checkpoints" / "8", expect=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ perplexity
+
+LENGTHS = (1, 5, 31, 32, 33, 103)  # tokens of documents: 103 = 3 * 32 + 7
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """(index, {label: document}): every document is a file and a label. An EOS ends it; but one file begins with two,
+    which end documents of no token, and has none at its end."""
+    root, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+    texts = {f"of{n}": rng.integers(1, VOCABULARY, n) for n in LENGTHS}
+    for label, x in texts.items():
+        np.array([0, 0, *x] if label == "of103" else [*x, 0], np.uint32).tofile(root / f"{label}.npy")
+    letters().save(str(root / "letters.json"))
+    files = [(label, root / f"{label}.npy") for label in texts]
+    for name, order in (("index", files), ("backwards", files[::-1])):
+        index = data.build_index(order, root, 32, tokenizer="letters.json", vocab_size=VOCABULARY, eos_id=0)
+        data.write_index(index, root / f"{name}.json")
+    return root / "index.json", texts
+
+
+def letters() -> Tokenizer:
+    """Byte-level tokens 1..96 of one to three bytes; 0 is EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {alphabet[i] * (1 + i % 3): i for i in range(1, VOCABULARY)} | {data.EOS: 0}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([data.EOS])
+    return tokenizer
+
+
+def rolling_windows(x: np.ndarray, W: int):
+    """(tokens given, tokens scored) of each window as lm-evaluation-harness has them: a prefix token in front of x; full
+    windows, the last one moved back until it is full."""
+    whole, begin = [0, *x], 0
+    while begin < len(x):
+        end = min(begin + W, len(x))
+        yield whole[max(0, end - W) : end], list(x[begin:end])
+        begin = end
+
+
+def place_of(x: list, tokens: list, labels: list) -> int:
+    """Where in x (x0 is EOS) the tokens stand, if the labels follow them."""
+    n = len(tokens)
+    places = [b for b in range(len(x) - n) if x[b : b + n] == tokens and x[b + 1 : b + n + 1] == labels]
+    assert len(places) == 1, (tokens, labels)
+    return places[0]
+
+
+@pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (16, 5), (8, 1), (64, 64), (128, 1)])
+def test_windows(documents, window, stride):
+    """A token that two windows score, or none; a window that begins too late, or with what is not in its document."""
+    index, texts = documents
+    windows = evaluate.Windows(data.EvaluationBatches(index, None, 3).source, "documents", window, stride, unit=4)
+    domains, seen = iter(windows.domain), {label: [] for label in texts}  # (place of a scored token, tokens before it)
+    pairs = {label: [] for label in texts}
+    for batch in windows:
+        for tokens, labels, mask in zip(*(batch[k].tolist() for k in ("tokens", "labels", "loss_mask")), strict=True):
+            if (domain := next(domains)) < 0:
+                assert not any(mask)
+                continue
+            label, at = windows.domains[domain], np.flatnonzero(mask)
+            n = at[-1] + 1
+            begin = place_of([0, *texts[label]], tokens[:n], labels[:n])
+            seen[label] += [(begin + i + 1, i + 1) for i in at]
+            pairs[label].append((begin + n, (tokens[:n], labels[at[0] : n])))
+    for label, x in texts.items():
+        assert [place for place, _ in sorted(seen[label])] == list(range(1, len(x) + 1))
+        assert all(given >= min(place, window - stride + 1) for place, given in seen[label])
+        if stride == window:
+            assert [pair for _, pair in sorted(pairs[label])] == list(rolling_windows(x.tolist(), window))
+
+
+def test_stream(documents):
+    """By stream every token of a file is scored, its EOS too; windows do not look beyond the file."""
+    index, texts = documents
+    windows = evaluate.Windows(data.EvaluationBatches(index, None, 4).source, "stream", 32, 12, unit=1000)
+    scored = {label: [] for label in texts}
+    for table, batch in zip(windows.tables, windows, strict=True):
+        for (number, *_), labels, mask in zip(table, batch["labels"], batch["loss_mask"], strict=True):
+            scored[list(texts)[number]] += labels[mask].tolist()
+    for label, x in texts.items():
+        assert scored[label] == ([0, 0, *x] if label == "of103" else [*x, 0])
+
+
+def test_documents_one_by_one(house, documents, straight, verb):
+    """The loss of a document against the model's own logits, window by window, and its bits by its bytes."""
+    index, texts = documents
+    found = verb("perplexity", straight, "--index", index, "--cut", "documents", "--no-record")["evaluations"][0][
+        "heldout"
+    ]
+    windows = [(label, *pair) for label, x in texts.items() for pair in rolling_windows(x.tolist(), SEQUENCE)]
+    tokens = np.zeros((len(windows), SEQUENCE), np.int32)
+    for row, (_, given, _) in zip(tokens, windows, strict=True):
+        row[: len(given)] = given
+    nats = dict.fromkeys(texts, 0.0)
+    for logits, (label, given, scored) in zip(forward_of(house, straight)(tokens), windows, strict=True):
+        for t, token in enumerate(scored, start=len(given) - len(scored)):
+            nats[label] += np.log(np.exp(logits[t]).sum()) - logits[t, token]
+    sizes = {label: sum(1 + i % 3 for i in x.tolist()) for label, x in texts.items()}
+    nats["all"], sizes["all"] = sum(nats.values()), sum(sizes.values())
+    assert found.keys() == nats.keys()
+    for label, r in found.items():
+        assert r["tokens"] == (sum(LENGTHS) if label == "all" else len(texts[label])) and r["bytes"] == sizes[label]
+        assert r["ce"] == pytest.approx(nats[label] / r["tokens"], rel=1e-5)
+        assert r["bits_per_byte"] == pytest.approx(nats[label] / math.log(2) / sizes[label], rel=1e-5)
+
+
+def test_independent_of_batch_order_and_padding(documents, straight, verb, monkeypatch):
+    """Case 95: padding that is scored or attended to, or results that depend on what else is evaluated."""
+    index = documents[0]
+
+    def nats(*arguments, index=index):
+        command = ("perplexity", straight, "--index", index, "--cut", "documents", "--no-record", *arguments)
+        return {label: r["ce"] * r["tokens"] for label, r in verb(*command)["evaluations"][0]["heldout"].items()}
+
+    expected = nats("--stride", 8)
+    assert nats("--stride", 8, "--batch", 5, index=index.with_name("backwards.json")) == pytest.approx(
+        expected, abs=1e-4
+    )
+    longer = nats("--window", 112, "--batch", 1)  # one window for every document, in longer rows
+    for label in ("of1", "of5", "of31", "of32"):
+        assert longer[label] == pytest.approx(expected[label], abs=1e-4)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    mesh = ("--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 1}")
+    assert nats("--stride", 8, *mesh) == pytest.approx(expected, abs=1e-4)
+
+
+def test_uniform_model(documents, straight, monkeypatch):
+    """Case 93: a document of 3 W + 7 tokens is -(3 W + 7) ln V, not that of what fits into a window."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    index, texts = documents
+    args = argparse.Namespace(hardware="cpu", set=[], batch=2, index=[str(index)], cut="documents", window=None, stride=4,
+                              data_root=None, tokenizer=None)  # fmt: skip
+    folder = straight / "checkpoints" / str(STEPS)
+    evaluation = evaluate.Perplexity(args, *evaluate.resolve(args, folder), folder)
+    params = train.restore_item(folder, "params", train.param_shapes(evaluation.held_out.c, evaluation.mesh))
+    found = evaluation(params | {"lm_head": 0 * params["lm_head"]})
+    for label, x in texts.items():
+        assert found[label]["ce"] * found[label]["tokens"] == pytest.approx(len(x) * math.log(VOCABULARY), rel=1e-6)
+
+
+def test_bytes_of_tokens():
+    """Bytes that are guessed from decoded text: a token that is a part of a letter decodes to U+FFFD, which is three."""
+    text = "déjà vu 🦙 naïve\u2028日本語\x00 <|endoftext|> |||IP_ADDRESS||| end"
+    tokenizer = data.train_tokenizer([text], 280)
+    tokenizer.add_tokens(["|||IP_ADDRESS|||"])
+    sizes = evaluate.bytes_of_tokens(tokenizer, 300)
+    ids = tokenizer.encode(text.replace(data.EOS, "")).ids
+    assert sizes[ids].sum() == len(text.encode()) - len(data.EOS)
+    assert any("\ufffd" in tokenizer.decode([i]) for i in ids)
+    assert sizes[tokenizer.token_to_id(data.EOS)] == 0 and sizes[281:].sum() == 0
+    with pytest.raises(ValueError, match="expected ids below 280"):
+        evaluate.bytes_of_tokens(tokenizer, 280)
+    assert evaluate.bytes_of_tokens(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), 1) is None
+
+
+def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
+    """Evaluations that are lost, or shown twice, when they are made again or when the run goes on; a record that mixes
+    two settings; or one that disturbs what a resumed run compares."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "checkpoints" not in p.parts}
+    found = verb("perplexity", run, "--steps", "8,latest")
+    assert [e["step"] for e in found["evaluations"]] == [8, STEPS]
+    assert found["evaluations"][0]["heldout"]["web"]["bits_per_byte"] is None  # its index names no tokenizer
+    assert {p: p.read_bytes() for p in before} == before
+    expected = training_said(straight)
+    assert found["evaluations"][1]["heldout"]["web"]["ce"] == expected["eval/lm/web/CE loss"]  # exactly
+    shutil.copytree(run / "checkpoints" / "12", run / "checkpoints" / "13")  # another checkpoint, the same parameters
+    with monkeypatch.context() as m:
+        m.setattr(evaluate.Perplexity, "__call__", lambda self, params: pytest.fail("evaluated again"))
+        again = verb("perplexity", run, "--steps", f"8,{STEPS}")
+    assert again["evaluations"] == found["evaluations"]
+    shutil.rmtree(run / "checkpoints" / "13")
+    everything = verb("perplexity", run, "--steps", "all")["evaluations"]
+    assert [e["step"] for e in everything] == [4, 8, 12, STEPS]
+    assert json.loads((run / "evaluations" / "heldout-instances.json").read_text())["evaluations"] == everything
+    train.MetricsLog(run, 8).close()  # what a run does that goes on at step 8
+    shown = harness.board(run, "heldout-instances")
+    assert shown["eval/lm/web/CE loss"] == shown["eval/lm/all/PPL"] == [4, 8, 12, STEPS]
+    assert "expected latest, all or some of [4, 8, 12, 16]" in verb("perplexity", run, "--steps", "5", expect=2)
+    assert "expected a run directory" in verb("perplexity", run / "checkpoints" / "8", "--steps", "8", expect=2)
+    plain = verb("perplexity", run, "--name", "half", "--set", "model.compute_dtype=bfloat16")["settings"]
+    assert plain["model_overrides"] == {"compute_dtype": "bfloat16"}
+    other = ("--cut", "documents", "--name", "heldout-instances")
+    assert "cut: got documents, expected instances" in verb("perplexity", run, *other, expect=2)
+    assert "--stride: got 33, expected 1 to the window" in verb(
+        "perplexity", run, "--cut", "stream", "--stride", 33, expect=2
+    )
+    assert "expected every index once" in verb(
+        "perplexity", run, *2 * ("--index", house.root / "heldout.json"), expect=2
+    )
+
+
+def test_several_indexes(house, straight, documents, verb):
+    """Labels of two indexes: each as by itself, and one that both have is one label."""
+    held_out, training = house.root / "heldout.json", house.root / "train.json"
+    both = [verb("perplexity", straight, "--no-record", *indexes)["evaluations"][0]["heldout"] for indexes in (
+        ("--index", held_out), ("--index", training), ("--index", held_out, "--index", training))]  # fmt: skip
+    for label in ("web", "code", "all"):
+        parts = [(r[label]["ce"] * r[label]["tokens"], r[label]["tokens"]) for r in both[:2]]
+        assert both[2][label]["tokens"] == parts[0][1] + parts[1][1]
+        assert both[2][label]["ce"] == pytest.approx((parts[0][0] + parts[1][0]) / both[2][label]["tokens"])
+
+
+def test_label_all_is_refused(documents, house):
+    """A label of that name would be overwritten by the sum of all."""
+    index = documents[0]
+    c = train.load_config(str(house.config), "cpu", [])
+    named = data.build_index([("all", index.with_name("of103.npy"))], index.parent, 32, tokenizer="none", vocab_size=97,
+                             eos_id=0)  # fmt: skip
+    data.write_index(named, index.with_name("all.json"))
+    with pytest.raises(ValueError, match="got the label 'all'"):
+        train.HeldOut(c, train.make_mesh(c), str(index.with_name("all.json")), None, 8, None)
+
+
+# -------------------------------------------------------------------------------------------------------- token-level KL
+
+
+def kl64(p: np.ndarray, q: np.ndarray) -> tuple:
+    """KL(p||q), KL(q||p) and Jensen-Shannon of logits [.., V], in float64."""
+    p, q = (x - x.max(-1, keepdims=True) for x in (np.asarray(p, np.float64), np.asarray(q, np.float64)))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    middle = np.logaddexp(p, q) - np.log(2)
+
+    def kl(p, q):
+        return (np.exp(p) * (p - q)).sum(-1)
+
+    return kl(p, q), kl(q, p), (kl(p, middle) + kl(q, middle)) / 2
+
+
+@functools.cache
+def streamed(tensor: int, vocab_size: int):
+    auto = (jax.sharding.AxisType.Auto,) * 4
+    mesh = jax.make_mesh((1, 1, 1, tensor), model.AXES, devices=jax.devices()[:tensor], axis_types=auto)
+    specs = {"in_specs": (P(), P(), P("tensor"), P("tensor")), "out_specs": P(None, model.AXES)}
+    return jax.jit(jax.shard_map(lambda *x: evaluate.divergence(*model.vary(x), vocab_size), mesh=mesh, **specs))
+
+
+def divergence(a, b, tensor: int, vocab_size: int) -> np.ndarray:
+    """evaluate.divergence of logits [N, V] over so many devices: the hidden state of a token is its logits, and the
+    output matrix the identity."""
+    a, b = (np.asarray(x, np.float32) for x in (a, b))
+    head = np.eye(a.shape[1], dtype=np.float32)
+    return np.asarray(streamed(tensor, vocab_size)(a, b, head, head))[:, : len(a)]
+
+
+def test_kl_of_known_numbers():
+    """Case 99: NaN where both have no chance, the two directions confused, a negative distance."""
+    inf = float("inf")
+
+    def terms(a, b):
+        logs = [np.asarray(x, np.float32) - np.float32(np.log(np.exp(x).sum())) for x in (a, b)]
+        return np.asarray(evaluate.divergence_terms(*logs)).sum(axis=1)
+
+    assert terms([1.0, 2.0, -inf], [1.5, 1.0, -inf])[0] == pytest.approx(0.257403, abs=1e-6)
+    assert terms([0.0, 0, 0], [1.0, 0, 0])[:2] == pytest.approx([0.119499, 0.123285], abs=1e-6)
+    assert terms([0.0, 0, -inf], [0.0, 0, 0])[:2] == pytest.approx([np.log(1.5), inf])
+    assert terms([0.0, -inf], [-inf, 0.0])[2] == pytest.approx(np.log(2))  # the largest Jensen-Shannon there is
+    assert terms([0.0, -200], [-200, 0.0]) == pytest.approx([200, 200, np.log(2)])
+    masked = divergence([[1.0, 2.0, 9.0, 9.0]], [[1.5, 1.0, 7.0, 9.0]], 1, vocab_size=2)[:, 0]
+    assert masked == pytest.approx([0.257403, kl64([1, 2], [1.5, 1])[1], kl64([1, 2], [1.5, 1])[2], 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [3.0, 1e-2, 1e-4, 0.0])
+def test_kl_streams(monkeypatch, size):
+    """A block of the vocabulary that is left out, padding that is a token, a best token of the wrong block; and nearly
+    equal models, whose KL drowns in the rounding of a logsumexp when it is added up as p log(p/q)."""
+    monkeypatch.setattr(evaluate, "VOCABULARY_ROWS", 8)
+    rng = np.random.default_rng(0)
+    a = rng.normal(0, 3, (7, 128)).astype(np.float32)
+    b = a + rng.normal(0, size, a.shape).astype(np.float32)
+    for tensor in (1, 8):  # of eight devices the last holds padding alone
+        got = divergence(a, b, tensor, vocab_size=VOCABULARY)
+        for ours, theirs in zip(got, kl64(a[:, :VOCABULARY], b[:, :VOCABULARY]), strict=False):
+            assert ours == pytest.approx(theirs, rel=2e-3 if size < 1 else 1e-5, abs=1e-15)
+        assert (got[3] == (a[:, :97].argmax(1) == b[:, :97].argmax(1))).all()
+        assert (got[:3] >= 0).all() and (size > 0 or (got[:3] == 0).all())
+
+
+def test_kl_between_checkpoints(house, straight, verb):
+    """Direction, labels and masks, against the models' own logits in float64; the same model is at exactly 0, and further
+    away in another precision."""
+    earlier = straight / "checkpoints" / "8"
+    found = verb("kl", straight, earlier)
+    forward = [forward_of(house, straight, step) for step in (STEPS, 8)]
+    batches = data.EvaluationBatches(house.root / "heldout.json", None, batch=15)
+    (batch,) = list(batches)
+    a, b = (f(batch["tokens"])[:, :-1] for f in forward)  # the last position has no label
+    expected = [*kl64(a, b), a.argmax(-1) == b.argmax(-1)]
+    for i, label in enumerate([*batches.domains, "all"]):
+        rows = batches.domain == i if label != "all" else slice(None)
+        for name, value in zip(("kl", "kl_reversed", "jensen_shannon", "top1_agreement"), expected, strict=True):
+            assert found["heldout"][label][name] == pytest.approx(value[rows].mean(), rel=1e-4)
+    assert found["heldout"]["all"]["tokens"] == 15 * (SEQUENCE - 1)
+    floor = found["noise_floor"]["heldout"]["all"]["kl"]
+    assert 1e-8 < floor < 1e-3 and found["times_the_floor"] == pytest.approx(found["heldout"]["all"]["kl"] / floor)
+    itself = verb("kl", straight, straight, "--noise-floor", "none", "--limit", 8)
+    assert itself["heldout"]["all"] == {
+        "kl": 0,
+        "kl_reversed": 0,
+        "jensen_shannon": 0,
+        "top1_agreement": 1,
+        "tokens": 8 * 31,
+    }
+
+
+@pytest.mark.slow
+def test_kl_on_several_devices(straight, verb, monkeypatch):
+    """Rows, positions or parts of the vocabulary that two devices count, or none."""
+    command = ("kl", straight, straight / "checkpoints" / "8", "--noise-floor", "none")
+    expected = verb(*command)["heldout"]
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    several = verb(*command, "--set", "mesh={data: 1, fsdp: 2, context: 2, tensor: 2}")["heldout"]
+    for label in expected:
+        assert several[label] == pytest.approx(expected[label], rel=1e-4)
+
+
+def test_kl_of_two_vocabularies(straight, verb, tmp_path):
+    """Case 99: tokens that are compared although an id is another token, or no token, in the other model."""
+    other = tmp_path / "other"
+    shutil.copytree(straight / "checkpoints" / "8", other / "checkpoints" / "8")
+    meta = other / "checkpoints" / "8" / "meta" / "metadata"
+    content = json.loads(meta.read_text())
+    content["config"]["model"]["vocab_size"] = 96
+    meta.write_text(json.dumps(content))
+    assert "got a vocabulary of 96, expected 97" in verb("kl", straight, other, expect=2)
+    content["config"]["model"]["vocab_size"] = 97
+    meta.write_text(json.dumps(content))
+    mine = tmp_path / "mine"
+    shutil.copytree(straight / "checkpoints" / str(STEPS), mine / "checkpoints" / str(STEPS))
+    for run in (mine, other):
+        (run / "hf").mkdir()
+        letters().save(str(run / "hf" / "tokenizer.json"))
+    text = (other / "hf" / "tokenizer.json").read_text()
+    swapped = text.replace(": 5,", ": 0x5,").replace(": 6,", ": 5,").replace(": 0x5,", ": 6,")
+    assert swapped != text
+    (other / "hf" / "tokenizer.json").write_text(swapped)
+    assert "2 tokens differ" in verb("kl", mine, other, expect=2)
+
+
+def test_kl_against_hugging_face(straight, verb, tmp_path):
+    """An export that is read back with a tensor in another place, or a floor that compares a framework with itself."""
+    exported = tmp_path / "hf"
+    convert.to_hf(convert.parse_args(["to-hf", str(straight), str(exported)]))
+    found = verb("kl", straight, exported, "--limit", 8)
+    assert found["heldout"]["all"]["kl"] == 0 and found["heldout"]["all"]["top1_agreement"] == 1
+    assert found["noise_floor"]["what"] == "B here against B in transformers"
+    assert 0 < found["noise_floor"]["heldout"]["all"]["kl"] < 1e-9
+    assert "is no Hugging Face folder" in verb("kl", straight, straight, "--noise-floor", "transformers", expect=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- report
+
+
+def test_report(straight, verb, tmp_path):
+    """A page that shows other numbers than the verbs print, or lacks a picture."""
+    earlier = straight / "checkpoints" / "8"
+    shown = verb("report", straight, "--reference", earlier, "--steps", "8,latest", "--out", tmp_path, "--no-record",
+                 "--noise-floor", "none", "--limit", 8)  # fmt: skip
+    page, numbers = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert shown["report"] == str(tmp_path / "report.md") and numbers["step"] == STEPS
+    held_out = numbers["Held-out text"]["evaluations"][-1]["heldout"]
+    assert held_out["all"]["ce"] == training_said(straight)["eval/lm/all/CE loss"]
+    found = verb("kl", straight, earlier, "--noise-floor", "none", "--limit", 8)["heldout"]
+    assert numbers["Token-level KL"]["heldout"] == found
+    assert (
+        f"| all | 465 | {held_out['all']['ce']:.4g} |" in page and f"| all | 248 | {found['all']['kl']:.4g} |" in page
+    )
+    for name in ("heldout.png", "curves.png"):
+        assert f"({name})" in page and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
