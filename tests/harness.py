@@ -13,7 +13,9 @@ import orbax.checkpoint as ocp
 import yaml
 
 import compare
+import convert
 import data
+import model
 import train
 
 REPO = train.HERE
@@ -286,3 +288,39 @@ def assert_same_run(run_dir: Path, straight: Path) -> None:
     shown = board(run_dir)
     assert shown["train/CE loss"] == list(range(1, STEPS + 1))
     assert shown["eval/lm/all/CE loss"] == shown["eval/lm/web/CE loss"] == [6, 12, STEPS]
+
+
+# ------------------------------------------------------------------------------------- a model with words, untrained
+
+
+def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_keys) -> Path:
+    """root/run: a checkpoint of random parameters whose tokenizer is made as the quick start's, of 600 tokens, 40 of
+    the vocabulary's rows being padding. Norms are random, so that one in the wrong place cannot pass."""
+    root.mkdir(exist_ok=True)
+    texts = [(REPO / name).read_text() for name in ("README.md", "model.py")]
+    tokenizer = data.train_tokenizer(texts, 600)
+    tokenizer.save(str(root / "tokenizer.json"))
+    (root / "tokens").mkdir()
+    np.array(tokenizer.encode(texts[0]).ids, np.uint32).tofile(root / "tokens" / "part-00000.npy")
+    words = {"tokenizer": "tokenizer.json", "vocab_size": 600, "eos_id": 0, "pad_id": 1}
+    index = data.build_index([("web", root / "tokens" / "part-00000.npy")], root, 96, **words)
+    data.write_index(index, root / "train.json")
+    science = tiny_config(root)
+    science["model"] |= {"vocab_size": 600, "padded_vocab_size": 640, "n_kv_heads": 2, "init_std": 0.3, **model_keys}
+    science["data"]["sequence_length"] = 96
+    c = train.assemble_config(science, "test", "cpu", [])
+    rng = np.random.default_rng(seed)
+    params = {}
+    for name, t in model.ledger(c.model).items():
+        x = rng.uniform(0.5, 1.5, t.shape) if t.std is None else t.std * rng.standard_normal(t.shape)
+        params[name] = np.zeros(t.shape, np.float32) if zero_head and name == "lm_head" else x.astype(np.float32)
+    meta = {
+        "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * 96,
+        "data": {"sequence_length": 96}, "config": train.science_dict(c), "items": ["params", "meta"],
+    }  # fmt: skip
+    folder = root / "run" / "checkpoints" / "3"
+    folder.mkdir(parents=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(params))
+    convert.finish_step(folder, meta)
+    return root / "run"
