@@ -232,15 +232,23 @@ def choose(logits_BV, key_B, temperature, top_k, top_p):
     """The next token of each row, [B]: drawn from softmax(logits / temperature) over the `top_k` most likely tokens
     (0: all), and of these the fewest whose probabilities reach `top_p`; at temperature 0 the likeliest."""
     V = logits_BV.shape[-1]
-    scaled_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
-    ranked_BV = -jnp.sort(-scaled_BV, axis=-1)
-    allowed = jnp.arange(V) < jnp.where(top_k > 0, top_k, V)
-    probs_BV = jax.nn.softmax(jnp.where(allowed, ranked_BV, -jnp.inf), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # of all that are likelier
-    n_B = jnp.maximum(jnp.sum(allowed & (before_BV < top_p), axis=-1), 1)
-    least_B = jnp.take_along_axis(ranked_BV, n_B[:, None] - 1, axis=-1)
-    drawn_B = jax.vmap(jax.random.categorical)(key_B, jnp.where(scaled_BV >= least_B, scaled_BV, -jnp.inf))
-    return jnp.where(temperature > 0, drawn_B, jnp.argmax(logits_BV, axis=-1)).astype(jnp.int32)
+
+    def least(scaled_BV):  # the smallest logit that may still be drawn
+        ranked_BV = -jnp.sort(-scaled_BV, axis=-1)
+        allowed = jnp.arange(V) < jnp.where(top_k > 0, top_k, V)
+        probs_BV = jax.nn.softmax(jnp.where(allowed, ranked_BV, -jnp.inf), axis=-1)
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # of all that are likelier
+        n_B = jnp.maximum(jnp.sum(allowed & (before_BV < top_p), axis=-1), 1)
+        return jnp.take_along_axis(ranked_BV, n_B[:, None] - 1, axis=-1)
+
+    def drawn(logits_BV):
+        scaled_BV = logits_BV / temperature
+        everything = jnp.full((logits_BV.shape[0], 1), -jnp.inf)
+        least_B1 = lax.cond((top_k > 0) | (top_p < 1), least, lambda _: everything, scaled_BV)
+        masked_BV = jnp.where(scaled_BV >= least_B1, scaled_BV, -jnp.inf)
+        return jax.vmap(jax.random.categorical)(key_B, masked_BV).astype(jnp.int32)
+
+    return lax.cond(temperature > 0, drawn, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), logits_BV)
 
 
 class Draw(NamedTuple):
@@ -431,6 +439,9 @@ class Scorer:
     def rows(self, pairs) -> list[Row]:
         """pairs: (context, continuation) as token ids. What does not fit is cut off on the left of the context."""
         by_tokens = defaultdict(list)
+        cut = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)
+        if cut:
+            train.say(f"{cut} of {len(pairs)} contexts are cut off on the left to {self.max_length} tokens")
         for i, (context, continuation) in enumerate(pairs):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(f"request {i}: got {len(context)} tokens of context and {len(continuation)} to score, "
@@ -524,6 +535,9 @@ def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: i
                 continuation_enc = self.tok_encode(continuation)
             return context_enc or [eos], continuation_enc
 
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return super().loglikelihood(requests, disable_tqdm=not progress)
+
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
             def found(i, answer):
                 if requests[i][0] is not None:
@@ -608,13 +622,15 @@ def task_summary(name: str, results: dict) -> dict:
         metric, _, filter_name = key.partition(",")
         if filter_name and isinstance(value, int | float):
             metrics[metric if filter_name == "none" else key] = value
-    members, n = [name], 0
+    members, n, shots = [name], 0, set()
     while members:
         member = members.pop()
         members += results.get("group_subtasks", {}).get(member, [])
-        n += results["n-samples"].get(member, {"effective": 0})["effective"]
+        if member in results["n-samples"]:
+            n += results["n-samples"][member]["effective"]
+            shots.add(results["n-shot"][member])
     chosen = next((m for m in ("acc_norm", "acc", *metrics) if m in metrics and "stderr" not in m), None)
-    summary = {"n": n, "shots": results["n-shot"].get(name), "metric": chosen}
+    summary = {"n": n, "shots": shots.pop() if len(shots) == 1 else sorted(shots), "metric": chosen}
     return summary | {k: v if math.isfinite(v) else None for k, v in metrics.items()}
 
 

@@ -259,6 +259,8 @@ def missing_axes(spec: P) -> tuple[str, ...]:
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(w, axis: int, compute_dtype: str, reduce_dtype: str):
     """Cast this device's fp32 shard, then gather it over fsdp: half the bytes move when computing in bf16."""
+    if lax.axis_size("fsdp") == 1:
+        return w.astype(compute_dtype)  # XLA copies and transposes for a gather that moves nothing
     return lax.all_gather(w.astype(compute_dtype), "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
 
 
@@ -683,9 +685,7 @@ def feed_forward_block(x_ND, w, position: int):
         return save_as("ffn_out", position, vary(lax.psum(out_ND, "tensor")))  # F summed; [N, D] stays [N, D]
 
 
-def layer(
-    x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0, attention=attend
-):
+def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0, attention=attend):
     """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
     w = {
         name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if name.startswith("w") else x
