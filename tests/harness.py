@@ -1,5 +1,6 @@
 """What tests of whole runs share: a corpus, a tiny recipe, ways to start train.py on them, and to read what it wrote."""
 
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import yaml
+from jax.experimental.compilation_cache import compilation_cache as jax_compilation_cache
 
 import compare
 import convert
@@ -291,6 +293,22 @@ def assert_same_run(run_dir: Path, straight: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- a model with words, untrained
+
+
+@contextlib.contextmanager
+def compilation_cache(folder: Path):
+    """What this process compiles is compiled once, though it be jitted anew."""
+    names = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        jax_compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax_compilation_cache.reset_cache()
 
 
 def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_keys) -> Path:

@@ -18,6 +18,12 @@ YARN = {"factor": 2.0, "original_length": 48, "beta_fast": 32.0, "beta_slow": 1.
 LENGTHS = (1, 5, 8, 9, 23)  # of prompts: shorter than the window of 8, as long, longer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    with harness.compilation_cache(tmp_path_factory.mktemp("xla")):
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return harness.text_checkpoint(tmp_path_factory.mktemp("sample") / "model", yarn=YARN)
