@@ -677,8 +677,9 @@ def run_harness(opened: Opened, args) -> dict:
     tokenizer, eos = find_tokenizer(args.tokenizer, opened)
     length = opened.c.data.sequence_length if args.max_length is None else args.max_length
     lm = harness_model(opened, tokenizer, eos, length, args.batch, sys.stderr.isatty())
-    decides = (opened.meta.get("checksums", {}).get("params") or train.checksums(opened.params),
-               dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos, length)  # fmt: skip
+    sums = opened.meta.get("checksums", {}).get("params")
+    sums = sums or train.checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
+    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos, length)
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(args.cache) if args.cache else opened.folder.parent.parent / "lm_eval"
     loaded, reported = load_tasks(args.tasks, args.include_path)
