@@ -259,6 +259,8 @@ def missing_axes(spec: P) -> tuple[str, ...]:
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(w, axis: int, compute_dtype: str, reduce_dtype: str):
     """Cast this device's fp32 shard, then gather it over fsdp: half the bytes move when computing in bf16."""
+    if lax.axis_size("fsdp") == 1:
+        return w.astype(compute_dtype)  # XLA copies and transposes for a gather that moves nothing
     return lax.all_gather(w.astype(compute_dtype), "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
 
 
@@ -632,8 +634,11 @@ def embed_tokens(params, tokens_BS, config: ModelConfig):
         return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
-def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int):
-    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor."""
+def attention_block(
+    x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int, attention=attend
+):
+    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor.
+    `attention`: what takes the place of `attend` where keys and values are kept from call to call."""
     with jax.named_scope("attention"):
         S = where.q_pos.shape[0]
         # Saved before norm and RoPE: the norm's backward pass would need the product of x and wq again.
@@ -645,7 +650,7 @@ def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution:
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
         scale = config.head_dim**-0.5  # of the scores, in the one rounding that RoPE's result has anyway
         q, k = apply_rope(q, *(scale * x for x in rope)), apply_rope(k, *rope)
-        context_NA = attend(q, k, v, where, execution, position).reshape(q_NA.shape)
+        context_NA = attention(q, k, v, where, execution, position).reshape(q_NA.shape)
         out_ND = jnp.einsum("na,da->nd", context_NA, w["wo"])
         return save_as("attn_out", position, vary(lax.psum(out_ND, "tensor")))  # heads summed; [N, D] stays [N, D]
 
@@ -680,14 +685,14 @@ def feed_forward_block(x_ND, w, position: int):
         return save_as("ffn_out", position, vary(lax.psum(out_ND, "tensor")))  # F summed; [N, D] stays [N, D]
 
 
-def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0):
+def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0, attention=attend):
     """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
     w = {
         name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if name.startswith("w") else x
         for name, x in w.items()
     }
     x_ND = save_as("x", position, x_ND)
-    attn_ND = attention_block(x_ND, w, rope, where, config, execution, position)
+    attn_ND = attention_block(x_ND, w, rope, where, config, execution, position, attention)
     x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
     ffn_ND = feed_forward_block(x_ND, w, position)
     return x_ND + rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps)

