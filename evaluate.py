@@ -715,6 +715,10 @@ def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> O
     return Opened(folder, meta, c, mesh, params | cast)
 
 
+class NoTokenizer(ValueError):
+    """A checkpoint that leads to none."""
+
+
 def find_tokenizer(given: str | None, opened: Opened):
     """(tokenizer, id of the end of a text): --tokenizer, what convert.py from-hf carried, or that of the run's index."""
     carried = opened.folder.parent.parent / "hf"
@@ -727,7 +731,7 @@ def find_tokenizer(given: str | None, opened: Opened):
     elif index_path.is_file() and (index_path.parent / data.load_index(index_path).tokenizer).is_file():
         path, eos = index_path.parent / data.load_index(index_path).tokenizer, data.load_index(index_path).eos_id
     else:
-        raise ValueError(f"--tokenizer: missing, and neither {carried} nor {index_path} leads to a tokenizer.json")
+        raise NoTokenizer(f"--tokenizer: missing, and neither {carried} nor {index_path} leads to a tokenizer.json")
     tokenizer = data.load_tokenizer(path)
     if eos is None and (path.parent / "config.json").is_file():
         eos = json.loads((path.parent / "config.json").read_bytes()).get("eos_token_id")
@@ -1538,7 +1542,10 @@ def report_samples(args, out: Path) -> tuple[dict, str]:
         "stop": [],
         "num": 3,
     }
-    found = draw_samples(argparse.Namespace(**vars(args) | how))
+    try:
+        found = draw_samples(argparse.Namespace(**vars(args) | how))
+    except NoTokenizer as e:  # a run on tokens alone
+        return {}, f"None. {e}"
     # Indented text is code in Markdown, whatever the model wrote.
     texts = ["\n".join(f"    {line}" for line in (args.prompt + s["text"]).splitlines()) for s in found["samples"]]
     return found, f"Temperature 0.8, top-p 0.95, seed 0, prompt {args.prompt!r}.\n\n" + "\n\n---\n\n".join(texts)

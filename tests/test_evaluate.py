@@ -561,5 +561,6 @@ def test_report(straight, verb, tmp_path):
     assert (
         f"| all | 465 | {held_out['all']['ce']:.4g} |" in page and f"| all | 248 | {found['all']['kl']:.4g} |" in page
     )
+    assert "No tasks were asked for" in page and "None. --tokenizer: missing" in page
     for name in ("heldout.png", "curves.png"):
         assert f"({name})" in page and (tmp_path / name).read_bytes().startswith(b"\x89PNG")

