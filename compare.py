@@ -434,21 +434,22 @@ def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
     else:
         known = ", ".join(s.training.pattern.replace("[ _]", " ") for s in SYSTEMS.values())
         raise ValueError(f"{source}: got no training loss, expected {known}; fix: check what it logs")
-    found = {"training": tag} | {m[1]: t for t in scalars if (m := s.heldout.fullmatch(t))}
+    found = {"": tag} | {m[1]: t for t in scalars if (m := s.heldout.fullmatch(t))}
     contains, series = "none", {}
+    z_of_training = scalars.get(s.z_losses[0], {}) if s.z_losses else {}
+    without = s.z_losses is None or (z_of_training and not any(z_of_training.values()))  # zeros: trained without
     for label, tag in found.items():
         values = scalars[tag]
-        z_tag = s.z_losses and s.z_losses[label != "training"]
-        z = scalars.get(z_tag, {})
-        if z_tag and (not z or any(z.values())):  # all zeros: trained without; not logged: it may be in there
-            contains = "included"
+        if not without:  # also where z-loss is not logged: it may be in there
+            contains, z_tag = "included", s.z_losses[label != ""]
             if z_loss == "subtract":
+                z = scalars.get(z_tag, {})
                 if missing := values.keys() - z.keys():
                     raise ValueError(f"{source}: step {min(missing)}: got {tag} without {z_tag}, expected both; "
                                      "fix: --z-loss label")  # fmt: skip
                 contains, values = "subtracted", {step: value - z[step] for step, value in values.items()}
         series[label] = Series.of(values, scalars.get(tag + COUNT, {}), s.shift)
-    run = Run(name, source, system, contains, series.pop("training"), series)
+    run = Run(name, source, system, contains, series.pop(""), series)
     if not len(run.training.steps):
         raise ValueError(f"{source}: got no finite training loss ({tag}), expected some; fix: check the run")
     return run

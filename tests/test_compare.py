@@ -283,6 +283,9 @@ def test_z_loss_is_never_compared_with_none(capsys, tmp_path):
     without = as_maxtext(tmp_path / "without", losses(), z=0)
     code, report, _ = call(capsys, "curves", without, ours, *arguments)
     assert code == 0 and report["runs"][0]["z_loss"] == "none"
+    bare = {"learning/lm_loss": losses()[CE], "learning/z_loss": dict.fromkeys(losses()[CE], 0.0),
+            "eval/avg_loss": losses()[HELDOUT]}  # fmt: skip
+    assert call(capsys, "curves", as_history(tmp_path / "bare.csv", bare), ours, *arguments)[0] == 0
     code, report, _ = call(capsys, "curves", maxtext, as_maxtext(tmp_path / "other", losses(0.01)), *arguments)
     assert code == 0 and report["differences"]["maxtext"]["training"]["mean"] == pytest.approx(-0.01, abs=1e-6)
     only = as_chart(tmp_path / "only.csv", {"m": {"learning/lm_loss": losses()[CE]}})  # its z-loss was not exported
