@@ -148,7 +148,8 @@ def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
     assert compared == 36 * (4 + 4 + 1 + 1 + 1) and len(texts) > 20
     for task, metrics in their_scores["results"].items():
         for name, value in metrics.items():
-            assert scores["results"][task][name] == (pytest.approx(value, rel=1e-5) if name != "alias" else value)
+            tolerant = isinstance(value, float)  # a perplexity is exp of the numbers above
+            assert scores["results"][task][name] == (pytest.approx(value, rel=1e-3) if tolerant else value)
 
 
 def test_a_uniform_model(opened):
