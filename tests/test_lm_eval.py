@@ -122,6 +122,7 @@ def request(*args):
     return Instance("", {}, args, 0)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
     """Another cut between context and continuation, another side of truncation, another window, another prefix,
     another stop: of 396 requests of all four types each has transformers' number, greedy flag or text."""
