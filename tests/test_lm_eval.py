@@ -122,7 +122,6 @@ def request(*args):
     return Instance("", {}, args, 0)
 
 
-@pytest.mark.slow
 def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
     """Another cut between context and continuation, another side of truncation, another window, another prefix,
     another stop: of 396 requests of all four types each has transformers' number, greedy flag or text."""
@@ -273,7 +272,7 @@ def test_two_checkpoints(command, tmp_path):
 
 def test_wrong_use(command, tmp_path):
     """A traceback, or hours before it."""
-    assert "got choice, expected a file, or a task" in command("--tasks", "choices", expect=2)
+    assert "got choice, expected a file, or a task" in command("--tasks", "choice", expect=2)
     for arguments, words in (
         (["--tasks", "choices,choices"], "got choices twice"),
         (["--tasks", "choices@many"], "got choices@many, expected NAME@SHOTS"),

@@ -896,7 +896,7 @@ def refused(capsys, argv: list[str]) -> str:
         ("run.eval_index=nowhere.json", "nowhere.json: got no such file, expected an index"),
         ("remat=[x, nothing]", "remat: got 'nothing', expected 'all', or names out of"),
         ("remat=none", "remat: got 'none', expected all, a list of names"),
-        ("remat={2: [x]}", "remat: got entries for [2] sequences, expected one for 3 or more"),
+        ("remat={1: [x]}", "remat: got entries for [1] sequences, expected one for 2 or more"),
         ("microbatch=0", "microbatch: got 0"),
         ("attention=flash", "attention: got 'flash', expected one of"),
         ("mesh.fsdp=3", "mesh: got {'data': 1, 'fsdp': 3"),
