@@ -468,11 +468,11 @@ def read_runs(args: argparse.Namespace) -> list[Run]:
     first, last = args.steps or (0, math.inf)
     names = [r.name for r in runs]
     cut = []
-    for r in runs:
+    for i, r in enumerate(runs):
         of = {k: s[(s.steps >= first) & (s.steps <= last)] for k, s in (("", r.training), *r.heldout.items())}
         if not len(of[""].steps):
             raise ValueError(f"{r.source}: got no training loss in steps {first} to {last}; fix: --steps")
-        name = r.name if names.count(r.name) == 1 else r.source
+        name = r.name if names.count(r.name) == 1 else f"{r.name} {names[: i + 1].count(r.name)}"
         cut.append(r._replace(name=name, training=of.pop(""), heldout=of))
     return cut
 
@@ -651,12 +651,10 @@ def markers(*several: dict) -> dict[str, str]:
 
 def new_figure() -> tuple:
     """Curves above, differences below."""
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(2, 1, figsize=(9, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    fig = Figure(figsize=(9, 7), layout="constrained")
+    axes = fig.subplots(2, 1, height_ratios=(3, 2), sharex=True)
     return fig, *axes
 
 
