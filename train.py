@@ -814,19 +814,26 @@ class PatientLoops(asyncio.DefaultEventLoopPolicy):
         return PatientLoop()
 
 
-def read_arrays(restore: Callable):
-    """restore(), with what says that files are damaged as DamagedCheckpoint; a device out of memory stays what it is."""
+@contextlib.contextmanager
+def patient_loops():
     policy = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(PatientLoops())
     try:
-        return restore()
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+
+
+def read_arrays(restore: Callable):
+    """restore(), with what says that files are damaged as DamagedCheckpoint; a device out of memory stays what it is."""
+    try:
+        with patient_loops():
+            return restore()
     except Exception as e:  # Orbax wraps what tensorstore says (a ValueError) into a bare Exception
         cause = e.__cause__ or e
         if isinstance(cause, UNREADABLE):
             raise DamagedCheckpoint(first_line(cause)) from e
         raise
-    finally:
-        asyncio.set_event_loop_policy(policy)
 
 
 @jax.jit
@@ -882,7 +889,8 @@ def check_tree(item_folder: Path, target) -> None:
     if not item_folder.is_dir():
         raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
     try:
-        tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
+        with patient_loops():
+            tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
     except UNREADABLE as e:
         raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
 
