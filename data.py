@@ -51,6 +51,7 @@ import socket
 import stat
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import urllib.error
@@ -126,10 +127,84 @@ def is_url(path: str | os.PathLike) -> bool:
 
 
 def local_path(path: str | os.PathLike) -> Path:
-    """A pathlib path; refuses URLs, which pathlib would turn into a folder called "gs:"."""
+    """A pathlib path, with ~ as the home folder, which a shell leaves alone in --out=~/x. Refuses URLs, which pathlib
+    would turn into a folder called "gs:"."""
     if is_url(path):
         raise DataError(f"{path}: got a URL, expected a local path; fix: mount it, e.g. with gcsfuse")
-    return Path(path)
+    return Path(os.path.expanduser(path))
+
+
+class Busy(OSError):
+    """Another process is writing this output at the moment. It may pass: exit code 1, never 2."""
+
+
+def os_error(e: OSError) -> str:
+    """What went wrong with which file, for a person: Python says "[Errno 28] ..." first and the file last."""
+    return f"{e.filename}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
+
+
+# What open and flock say where a lock file cannot be made, or the file system has no locks.
+NO_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+@contextlib.contextmanager
+def sole_writer(output: str | os.PathLike, wait: float = 0) -> Iterator[None]:
+    """Nobody else writes `output`, a file or a folder, while this block runs; Busy if somebody does after `wait` seconds.
+
+    The lock is .NAME.lock beside the output, so that the output itself may still be absent. The kernel lets go of it
+    when the process dies, also by kill -9; a lock file that was left behind is taken over. Where there are no locks, a
+    lock in this machine's temporary folder stands for it, and a line says that other machines are not noticed."""
+    path = Path(os.path.realpath(local_path(output)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock, fd = path.with_name(f".{path.name}.lock"), None
+        fd = take_lock(lock, path, wait)
+    except OSError as e:
+        if isinstance(e, Busy) or e.errno not in NO_LOCK:
+            raise
+        warn(f"{lock}: no lock here ({e.strerror}): writers on other machines are not noticed")
+        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+        lock = Path(tempfile.gettempdir()) / f"olmo-{os.getuid()}-{name}.lock"
+        fd = take_lock(lock, path, wait)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held: see take_lock
+        os.close(fd)
+
+
+def take_lock(lock: Path, output: Path, wait: float) -> int:
+    """The open, locked file; who holds it stands in it."""
+    deadline = time.monotonic() + wait
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(lock) and os.path.samestat(os.fstat(fd), os.stat(lock)):  # else its holder removed it
+                os.ftruncate(fd, 0)
+                os.write(fd, f"process {os.getpid()} on {socket.gethostname()} ({Path(sys.argv[0]).name})".encode())
+                return fd
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(fd, 500, 0).decode(errors="replace") or "another process"
+                os.close(fd)
+                what = f"is being written by {holder}; fix: wait until it has ended, or write elsewhere"
+                raise Busy(errno.EBUSY, what, str(output)) from None
+            time.sleep(0.05)
+        except OSError as e:
+            os.close(fd)
+            raise OSError(e.errno, e.strerror, str(lock)) from e
+        os.close(fd)
+
+
+def check_room(folder: str | os.PathLike, needed: int) -> None:
+    """OSError (exit code 1) if the file system of a folder, which may be absent still, has less than `needed` bytes."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if (free := shutil.disk_usage(there).free) < needed:
+        what = f"needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; fix: make room, or write elsewhere"
+        raise OSError(errno.ENOSPC, what, str(folder))
 
 
 @contextlib.contextmanager
@@ -947,8 +1022,6 @@ def write_shards(
     if shard_tokens < 1:
         raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()  # a tokenizer.json may bring either along
-    tokenizer.no_padding()
     counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
     writer = ShardWriter(folder, shard_tokens)
 
@@ -984,12 +1057,21 @@ def write_shards(
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    if not local_path(path).is_file():
+    """The tokenizer of a tokenizer.json, which gives every text all of its tokens and always the same: truncation,
+    padding and dropout, which the file may ask for, are switched off. The one place that loads a tokenizer."""
+    path = local_path(path)
+    if not path.is_file():
         raise DataError(f"{path}: got no such file, expected a tokenizer.json; fix: check --tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # what tokenizers raises is a bare Exception
         raise DataError(f"{path}: not a tokenizer.json ({e})") from e
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for chance in ("dropout", "alpha", "nbest_size"):  # of BPE; of Unigram, which draws among segmentations
+        if getattr(tokenizer.model, chance, None) is not None:
+            setattr(tokenizer.model, chance, None)
+    return tokenizer
 
 
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
@@ -1836,8 +1918,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(e).split("\n"):
             print(f"data.py: error: {line}", file=sys.stderr)
         return 2
-    except OSError as e:  # permissions, a full disk
-        print(f"data.py: error: {e}", file=sys.stderr)
+    except OSError as e:  # permissions, a full disk, another writer
+        print(f"data.py: error: {os_error(e)}", file=sys.stderr)
         return 1
     if args.verb == "urls":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error

@@ -16,8 +16,8 @@ Read next: model.py (what is computed), optim.py (the update), data.py (which to
 import argparse
 import asyncio
 import contextlib
+import copy
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -52,8 +52,8 @@ from tqdm import tqdm
 import data
 import model
 import optim
+from processes import HERE, find_config, parse_override, read_yaml, set_key, unknown_key
 
-HERE = Path(__file__).resolve().parent
 BATCH_AXES = ("data", "fsdp")  # the batch is cut over both; every row of the global batch has one place
 FORMAT_VERSION = 1
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 143, 130
@@ -127,59 +127,6 @@ SCIENCE = ("model", "data", "optim", "schedule", "loss", "run")
 HARDWARE = tuple(f.name for f in dataclasses.fields(HardwareConfig))
 
 
-class StrictLoader(yaml.SafeLoader):
-    """YAML with numbers and booleans as people expect them: 3e-4 is a number, only true and false are booleans,
-    12:30 and 017 are not secretly other numbers, and a key that stands twice is an error."""
-
-    yaml_implicit_resolvers = {}
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                raise ValueError(
-                    f"{node.start_mark.name}, line {node.value[i][0].start_mark.line + 1}: key {key!r} stands twice"
-                )
-        return super().construct_mapping(node, deep)
-
-
-for _tag, _pattern, _first in (
-    ("bool", r"true|false", "tf"),
-    ("null", r"null|~|", ["n", "~", ""]),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
-    ("float", r"[-+]?([0-9]+\.[0-9]*|\.?[0-9]+)([eE][-+]?[0-9]+)?", "-+.0123456789"),
-):
-    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), list(_first))
-StrictLoader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node)))
-StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
-
-
-def parse_yaml(text: str, name: str):
-    loader = StrictLoader(text)
-    loader.name = name
-    try:
-        return loader.get_single_data()
-    except yaml.YAMLError as e:
-        raise ValueError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from e
-
-
-def read_yaml(path: Path) -> dict:
-    content = parse_yaml(path.read_text(), str(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: got {type(content).__name__}, expected a mapping of sections")
-    return content
-
-
-def find_config(name: str, folder: Path) -> Path:
-    """`name` as given, then in `folder`, with and without .yaml."""
-    candidates = [Path(name), folder / name, folder / f"{name}.yaml"]
-    for path in candidates:
-        if path.is_file():
-            return path
-    have = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
-    raise ValueError(f"config {name!r}: not found, looked for {', '.join(map(str, candidates))}; there are: {have}")
-
-
 def build(kind, value, where: str):
     """Check `value`, as YAML gave it, against the type `kind` and return it; ValueError names the place."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -211,32 +158,6 @@ def build(kind, value, where: str):
     return value
 
 
-def unknown_key(where: str, key: str, known) -> str:
-    near = difflib.get_close_matches(key, [str(k) for k in known], n=1)
-    return f"{where}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
-
-
-def set_key(tree, dotted: str, value) -> None:
-    """Set `section.key` (or schedule.0.until) in the raw mapping; `build` checks it like a key of the file."""
-    *parents, last = dotted.split(".")
-    for i, part in enumerate(parents):
-        place = ".".join(parents[: i + 1])
-        key = int(part) if isinstance(tree, list) and part.isdigit() else part
-        try:
-            tree = tree[key]
-        except (KeyError, IndexError, TypeError):
-            known = tree if isinstance(tree, dict) else [str(n) for n in range(len(tree))]
-            raise ValueError(unknown_key(f"--set {place}", part, known)) from None
-        if not isinstance(tree, dict | list):
-            raise ValueError(f"--set {dotted}: {place} is {tree!r}, it has no keys")
-    if isinstance(tree, list):
-        if not last.isdigit() or int(last) >= len(tree):
-            raise ValueError(f"--set {dotted}: got {last}, expected an index below {len(tree)}")
-        tree[int(last)] = value
-    else:
-        tree[last] = value
-
-
 def load_config(config: str, hardware: str | None, overrides: list[str]) -> Config:
     """Read and check both files. Without `hardware` the file is chosen by the device that jax finds."""
     path = find_config(config, HERE / "configs")
@@ -252,15 +173,13 @@ def assemble_config(science: dict, name: str, hardware: str | None, overrides: l
                 raise ValueError(f"{key}: stands in the {kind} file, belongs in the other one (science or hardware)")
             if key not in allowed:
                 raise ValueError(unknown_key(key, str(key), allowed))
-    raw = science | {"hardware": machine}
+    raw = copy.deepcopy(science | {"hardware": machine})  # the caller's, often a checkpoint's record, stays what it is
     for override in overrides:
-        dotted, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--set {override}: got no '=', expected section.key=value")
+        dotted, value = parse_override(override)
         top = dotted.split(".")[0]
         if top not in SCIENCE + HARDWARE:
             raise ValueError(unknown_key(f"--set {dotted}", top, SCIENCE + HARDWARE))
-        set_key(raw["hardware"] if top in HARDWARE else raw, dotted, parse_yaml(text, f"--set {override}"))
+        set_key(raw["hardware"] if top in HARDWARE else raw, dotted, value)
     for section in SCIENCE:
         if section not in raw:
             raise ValueError(f"{section}: missing section; fix: add it to {name}")
@@ -795,7 +714,8 @@ UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)  # what 
 
 
 def first_line(e: BaseException) -> str:
-    line = (str(e).strip().splitlines() or [type(e).__name__])[0]
+    text = data.os_error(e) if isinstance(e, OSError) else str(e)
+    line = (text.strip().splitlines() or [type(e).__name__])[0]
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-245:]}"  # libraries put the reason last
 
 
@@ -1384,6 +1304,7 @@ class Run:
             for thing in (self.metrics, self.progress, batches, self.checkpoints):
                 at_exit.callback(thing.close)
             at_exit.callback(self.end_trace)
+            inputs_are_checked()
             if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
                 self.evaluate(self.start)  # a signal or a kill had cut it short
             for step in range(self.start + 1, c.run.steps + 1):
@@ -1647,23 +1568,34 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def run_command(program: str, command: Callable[[], int | None]) -> int:
-    """Run a verb and turn what is the user's to mend into one line and an exit code: 2 bad input, 1 failed.
+checking_inputs = True  # of the command that runs; see run_command
 
-    A ValueError counts as bad input where this project's own code raised it; one from inside a library is a bug and
-    keeps its traceback. With several processes a collective fails when one of them has died.
+
+def inputs_are_checked() -> None:
+    """From here on the command computes or writes: what goes wrong is no longer wrong input."""
+    global checking_inputs
+    checking_inputs = False
+
+
+def run_command(program: str, command: Callable[[], int | None]) -> int:
+    """Run a verb and turn what a person can mend into one line and an exit code, which depends on when it was met.
+
+    While inputs are checked, a ValueError is wrong input: 2, which a launcher does not try again. After
+    `inputs_are_checked`, it is 1: one line where data or a run says what is wrong with it, else a bug, which keeps its
+    traceback. With several processes a collective fails when one of them has died.
     """
+    global checking_inputs
+    checking_inputs = True
     try:
         return command() or 0
-    except (ValueError, OSError) as e:
-        raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve().parent
-        if isinstance(e, ValueError) and not isinstance(e, data.DataError) and raised_in != HERE:
+    except (RunFailed, OSError) as e:
+        print(f"{program}: error: {e if isinstance(e, RunFailed) else first_line(e)}", file=sys.stderr)
+        return 1
+    except ValueError as e:
+        if not checking_inputs and not isinstance(e, data.DataError):
             raise
         print(f"{program}: error: {first_line(e)}", file=sys.stderr)
-        return 1 if isinstance(e, OSError) else 2
-    except RunFailed as e:
-        print(f"{program}: error: {e}", file=sys.stderr)
-        return 1
+        return 2 if checking_inputs else 1
     except jax.errors.JaxRuntimeError as e:
         if jax.process_count() == 1:
             raise
