@@ -19,6 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ import time
 import traceback
 import types
 import typing
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +40,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import yaml
+from etils import epath
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -593,24 +596,64 @@ def check_vocabulary(index: "data.Index", c: Config, path: str) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
+class LiteralPath(type(epath.Path("/"))):
+    """A folder whose own name is no pattern. Orbax finds what the processes wrote with `glob`, and epath's takes brackets
+    in the name of a run for one: nothing was found, and the checkpoint stayed empty."""
+
+    def glob(self, pattern: str):
+        return map(type(self), Path(self).glob(pattern))
+
+
+def orbax_path(folder: Path) -> LiteralPath:
+    """The folder for Orbax and tensorstore; ValueError for the few names under which they would write elsewhere."""
+    # Both drop "x/.." without looking where x leads.
+    path = os.path.realpath(folder) if ".." in folder.parts else str(folder.absolute())
+    for wrong, what in (
+        ("\\" in path, "a backslash"),
+        (re.search(r"gs:(/|$)", path), "a name that ends in gs:"),
+        (re.search(r"\.__lock(/|$)", path), "a name that ends in .__lock"),
+        (re.search(r"[\udc80-\udcff]", path), "a byte that is not UTF-8"),
+        (re.match(r"/(gs|s3|az|hf)(/|$)", path), "a top folder that is called as a bucket: gs, s3, az, hf"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{path!r}: got {what}, expected a path that Orbax can write to; fix: another name, or a symbolic link"
+            )
+    return LiteralPath(path)
+
+
 class Checkpoints:
     """RUN/checkpoints/N with the items params, opt_state and meta, through Orbax's CheckpointManager, asynchronously."""
 
     def __init__(self, folder: Path, keep: int | None):
-        self.folder = folder.absolute()
+        self.folder, written = folder.absolute(), orbax_path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.manager = ocp.CheckpointManager(
-            self.folder,
+            written,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=False, save_interval_steps=1),
             item_handlers={
-                "params": ocp.PyTreeCheckpointHandler(),
-                "opt_state": ocp.PyTreeCheckpointHandler(),
+                "params": self.checked("params"),
+                "opt_state": self.checked("opt_state"),
                 "meta": ocp.JsonCheckpointHandler(),
             },
         )
-        self.step: int | None = None  # of the newest save
+        self.saving = {}  # item -> shapes and dtypes, of the newest save
+        self.step: int | None = None  # of the same
         self.began: float | None = None  # while it is in flight
         self.seconds: dict[str, float] = {}  # durations, not logged yet
+
+    def checked(self, item: str) -> ocp.PyTreeCheckpointHandler:
+        """Writes an item. A save is done when all that was saved can be found: process 0 looks before the step gets its
+        name, and so before an older one is deleted."""
+        handler = ocp.PyTreeCheckpointHandler()
+        finalize = handler.finalize
+
+        def finalize_and_look(item_folder):
+            finalize(item_folder)
+            check_whole(Path(item_folder), self.saving[item])
+
+        handler.finalize = finalize_and_look
+        return handler
 
     def save(self, step: int, params, opt_state, meta: dict) -> None:
         """Begin to write step `step`; a failure of the save before this one is raised here."""
@@ -631,6 +674,8 @@ class Checkpoints:
         )
         self.wait()
         self.step, self.began = step, time.perf_counter()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, opt_state))
+        self.saving = dict(zip(("params", "opt_state"), shapes, strict=True))
         if not self.write(lambda: self.manager.save(step, args=items)):
             raise RunFailed(
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
@@ -729,19 +774,14 @@ class PatientLoop(asyncio.SelectorEventLoop):
         super().close()
 
 
-class PatientLoops(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self):
-        return PatientLoop()
-
-
 @contextlib.contextmanager
 def patient_loops():
-    policy = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(PatientLoops())
+    """Orbax makes its loops with asyncio.new_event_loop."""
+    new_event_loop, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
     try:
         yield
     finally:
-        asyncio.set_event_loop_policy(policy)
+        asyncio.new_event_loop = new_event_loop
 
 
 def read_arrays(restore: Callable):
@@ -787,7 +827,7 @@ def read_item(step_folder: Path, item: str, target):
     """One item as this process's devices need it; no process waits for another."""
     check_tree(step_folder / item, target)
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(step_folder / item, args=args))
+    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(orbax_path(step_folder / item), args=args))
 
 
 def read_meta(step_folder: Path) -> dict:
@@ -804,13 +844,14 @@ def read_meta(step_folder: Path) -> dict:
     return meta
 
 
-def check_tree(item_folder: Path, target) -> None:
-    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently."""
+def check_tree(item_folder: Path, target):
+    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently.
+    Returns what Orbax tells of each leaf."""
     if not item_folder.is_dir():
         raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
     try:
         with patient_loops():
-            tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
+            tree = ocp.PyTreeCheckpointHandler().metadata(orbax_path(item_folder)).tree
     except UNREADABLE as e:
         raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
 
@@ -826,6 +867,21 @@ def check_tree(item_folder: Path, target) -> None:
             raise ValueError(
                 f"{item_folder}: {'.'.join(name)}: got {there.get(name, 'nothing')}, expected "
                 f"{wanted.get(name, 'nothing')}; fix: use the model config that this checkpoint was made with"
+            )
+    return tree
+
+
+def check_whole(item_folder: Path, target) -> None:
+    """Besides, all chunks of all leaves are listed in it. None of them is read."""
+    leaves = jax.tree.leaves(check_tree(item_folder, target))
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{orbax_path(item_folder)}/"}}
+    listed = Counter(key.decode().rpartition("/")[0] for key in ts.KvStore.open(store).result().list().result())
+    for leaf in leaves:
+        pieces = zip(leaf.shape, leaf.storage.chunk_shape, strict=True)
+        expected = math.prod(-(-size // chunk) for size, chunk in pieces) + 1  # and one that describes them
+        if listed[leaf.name] != expected:
+            raise DamagedCheckpoint(
+                f"item {item_folder.name!r}: {leaf.name}: got {listed[leaf.name] - 1} of {expected - 1} chunks"
             )
 
 
