@@ -847,13 +847,14 @@ def read_meta(step_folder: Path) -> dict:
 def check_tree(item_folder: Path, target):
     """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently.
     Returns what Orbax tells of each leaf."""
+    item = item_folder.name.partition(".")[0]  # in a step that is being written more follows
     if not item_folder.is_dir():
-        raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
+        raise DamagedCheckpoint(f"item {item!r} is missing ({item_folder})")
     try:
         with patient_loops():
             tree = ocp.PyTreeCheckpointHandler().metadata(orbax_path(item_folder)).tree
     except UNREADABLE as e:
-        raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
+        raise DamagedCheckpoint(f"item {item!r} cannot be read: {first_line(e)}") from e
 
     def leaves(tree):
         return {
@@ -880,9 +881,8 @@ def check_whole(item_folder: Path, target) -> None:
         pieces = zip(leaf.shape, leaf.storage.chunk_shape, strict=True)
         expected = math.prod(-(-size // chunk) for size, chunk in pieces) + 1  # and one that describes them
         if listed[leaf.name] != expected:
-            raise DamagedCheckpoint(
-                f"item {item_folder.name!r}: {leaf.name}: got {listed[leaf.name] - 1} of {expected - 1} chunks"
-            )
+            item = item_folder.name.partition(".")[0]
+            raise DamagedCheckpoint(f"item {item!r}: {leaf.name}: got {listed[leaf.name] - 1} of {expected - 1} chunks")
 
 
 def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
