@@ -1079,7 +1079,7 @@ class MetricsLog:
         self.file = open(self.path, "a", buffering=1)  # a line is there to be read as soon as it is written
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
         (folder / "tensorboard").mkdir(exist_ok=True)
-        self.board = EventsWriter(str(folder / "tensorboard" / "events"))
+        self.board = EventsWriter(str((folder / "tensorboard" / "events").absolute()))  # "s3:x" would be an address
         purge = after_step + 1
         self.board.write_event(Event(wall_time=time.time(), step=purge, file_version="brain.Event:2"))
         self.board.write_event(

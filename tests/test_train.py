@@ -442,6 +442,17 @@ def test_paths_that_orbax_cannot_write(house, main, tmp_path, capsys, path, name
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+@pytest.mark.parametrize("name", ["s3:x", "gs:", "%s[1]"])
+def test_log_below_any_name(tmp_path, monkeypatch, name):
+    """A relative folder whose name begins as an address: TensorBoard's writer asks for a library of that storage."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    log = train.MetricsLog(Path(name), 0, Path(name))
+    log.write(1, {"train/CE loss": 2.5})
+    log.close()
+    assert board(tmp_path / name) == {"train/CE loss": [1]} and rows(tmp_path / name)[0]["step"] == 1
+
+
 def test_save_that_is_not_whole_is_no_checkpoint(tmp_path, monkeypatch):
     """A listing that does not show what the processes wrote (a name taken for a pattern, a file system that lags): an
     empty checkpoint that is reported as saved, for which the good one before it is deleted."""
