@@ -664,6 +664,7 @@ class Checkpoints:
             },
         )
         self.saving = {}  # item -> shapes and dtypes, of the newest save
+        self.failure: Exception | None = None  # of the same, after the processes have written
         self.step: int | None = None  # of the same
         self.began: float | None = None  # while it is in flight
         self.seconds: dict[str, float] = {}  # durations, not logged yet
@@ -675,8 +676,13 @@ class Checkpoints:
         finalize = handler.finalize
 
         def finalize_and_look(item_folder):
-            finalize(item_folder)
-            check_whole(Path(item_folder), self.saving[item])
+            try:
+                with patient_loops():
+                    finalize(item_folder)
+                check_whole(Path(item_folder), self.saving[item])
+            except Exception as e:
+                self.failure = e
+                raise
 
         handler.finalize = finalize_and_look
         return handler
@@ -759,7 +765,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save in flight is complete; its failure is raised here."""
-        self.write(self.manager.wait_until_finished)
+
+        def finish():
+            while self.manager.is_saving_in_progress():
+                if self.failure:  # Orbax would wait 20 minutes for the other processes, which wait for this one
+                    raise self.failure
+                time.sleep(0.01)
+            self.manager.wait_until_finished()
+
+        self.write(finish)
         if self.began is not None:
             self.seconds["checkpoint/save_async_duration_s"] = time.perf_counter() - self.began
             self.began = None
@@ -767,7 +781,7 @@ class Checkpoints:
     def durations(self) -> dict[str, float]:
         """Seconds of what ended since the last call, under OLMo-core's names: save is what training waited for,
         save_async what passed until the checkpoint was complete. A save that has failed is noticed here."""
-        if self.began is not None and not self.manager.is_saving_in_progress():
+        if self.failure or self.began is not None and not self.manager.is_saving_in_progress():
             self.wait()
         seconds, self.seconds = self.seconds, {}
         return seconds
