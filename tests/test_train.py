@@ -488,6 +488,7 @@ def test_chunk_that_is_missing_is_named(tmp_path):
 def test_reads_end_before_the_loop_they_report_to(monkeypatch):
     """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process. Event
     loop policies, which warn from Python 3.14 on and are gone in 3.16."""
+    asyncio.set_event_loop(None)  # Python's own policy is made at the first need
     for name in ("set_event_loop_policy", "get_event_loop_policy", "DefaultEventLoopPolicy"):
         monkeypatch.delattr(asyncio, name, raising=False)
     spec = importlib.util.spec_from_file_location("train_without_policies", train.__file__)
