@@ -637,6 +637,27 @@ def test_science_changes_on_request_only(main, straight, tmp_path, capsys):
     assert "run.steps changes from 16 to 18" in err
 
 
+def test_settings_of_jax_in_the_environment(house, main, straight, tmp_path, capsys, monkeypatch):
+    """Other initial weights, types or roundings from a variable that somebody had set, of which nothing tells: not in the
+    run, and not when it goes on elsewhere."""
+    hostile = {
+        "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_RANDOM_SEED_OFFSET": "3",
+        "JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
+    }  # fmt: skip
+    run_dir, sets = tmp_path / "run", ("run.steps=4", "run.eval_index=null")
+    _, err = house.run(run_dir, *sets, env=hostile | {"NVIDIA_TF32_OVERRIDE": "0"}, devices=1)
+    said = [line for line in err.splitlines() if "would change the numbers and is not used" in line]
+    assert {line.split("=")[0] for line in said} == hostile.keys()
+    assert_same_checkpoint(run_dir, straight, 4)
+    assert train.read_meta(run_dir / "checkpoints" / "4")["environment"] == {"NVIDIA_TF32_OVERRIDE": "0"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count=8")
+    monkeypatch.setattr(train, "versions", lambda: {"jax": "0.99"})
+    assert main(run_dir, "run.steps=5", "run.eval_index=null") == 0
+    err = capsys.readouterr().err
+    assert "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=true\n" in err
+    assert "NVIDIA_TF32_OVERRIDE changes from 0 to None" in err and " to 0.99" in err
+
+
 def test_other_data_is_refused(main, straight, tmp_path, capsys):
     """A run that goes on with other tokens, another order or another model under the same name."""
     run_dir = tmp_path / "run"
