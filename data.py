@@ -886,8 +886,8 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     """Iterator over source.batch_at(p) for p = start, start + global_batch, ... < stop. Call its close() when done.
 
     A record is a whole batch, so the stream does not depend on `workers`. With 0 one thread reads up to `prefetch`
-    batches ahead; otherwise each worker process does, and hands them over in shared memory (/dev/shm). A worker takes
-    seconds to start, and imports the main script and Grain (so jax, but no device)."""
+    batches ahead; otherwise each worker process does. A worker takes seconds to start, and imports the main script and
+    Grain (so jax, but no device)."""
     import grain
     from absl import flags
 
@@ -900,6 +900,9 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     if workers == 0:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
     batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # Through a pipe: of Grain's shared memory something is left over at every end, and in containers it is small.
+    through_a_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+    batches = grain.experimental.WithOptionsIterDataset(batches, through_a_pipe)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
     return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
 
@@ -1950,4 +1953,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # orderly, with what worker processes share
     sys.exit(main())

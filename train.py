@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -1936,6 +1937,7 @@ def join_processes(args) -> bool:
 def end_process(code: int) -> None:
     """Leave at once. An orderly exit would wait for processes that wait for this one; so they notice that it is gone,
     by a collective that fails or by its heartbeat, and end as well."""
+    gc.collect()  # the semaphores of the loader's workers, of which Python would say that they leak
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.process_index() == 0 and jax.process_count() > 1:

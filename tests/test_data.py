@@ -1,5 +1,6 @@
 """data.py: index, order, batches, loader, tokeniser, command line. Tiny sizes that all differ: S 16, B 4, V 97."""
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -552,6 +553,58 @@ def test_workers_end_with_a_killed_parent(corpus, tmp_path):
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(alive, workers))
+
+
+LEAVINGS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+import data
+def main():
+    assert data.main(["audit", {index!r}, "--global-batch", "4", "--workers", "1", "--hosts", "2"]) == 0
+    config = data.DataConfig({index!r}, "olmo_core", 7, 16, 4, True, None, False)
+    early, kept = (data.loader(data.open_data(config), 0, 4000, workers=1) for _ in range(2))
+    held = [next(early), next(early), next(kept), next(kept)]
+    early.close()
+    print([line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm" in line])
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks memory up in /proc")
+def test_workers_leave_nothing_behind(corpus, tmp_path):
+    """Shared memory that Python finds, removes and complains of at the end: of a whole epoch, of an iterator that is
+    closed early, of one that is never closed. After kill -9 of all it would stay, and containers have little of it."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVINGS.format(repo=str(REPO), index=str(corpus)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done
+    assert done.stderr == ""
+
+
+def children(pid: int) -> int:
+    found = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found += len(thread.read_text().split())
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
+@pytest.mark.parametrize("group", [False, True])
+def test_a_signal_leaves_nothing_behind(corpus, group):
+    """Semaphores that Python complains of after SIGTERM, which ended data.py between two instructions."""
+    command = ["audit", str(corpus), "--global-batch", "4", "--workers", "2", "--hosts", "4"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(REPO / "data.py"), *command], start_new_session=True, **pipes)
+    deadline = time.monotonic() + 60
+    while children(process.pid) < 3:  # two workers, and what counts leaks
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (143, "", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

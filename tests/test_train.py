@@ -1405,6 +1405,21 @@ def test_signs_of_life(capsys):
         alive.close()
 
 
+def test_failure_leaves_nothing_behind(house, tmp_path):
+    """Semaphores of the loader's workers that Python complains of below the line that says why the run has ended."""
+    shutil.copytree(house.root / "train", tmp_path / "train")
+    index = shutil.copy(house.root / "train.json", tmp_path)
+    source = data.open_data(train.load_config(str(house.config), "cpu", []).data)
+    later = (int(i) for k in range(5, STEPS) for i in source.instances_at(BATCH * k))
+    file, offset = next(source.locate(i) for i in later if 40 < i < 60)  # between what the fingerprint covers
+    with open(tmp_path / file.path, "r+b") as f:
+        f.seek(4 * (offset + 3))
+        f.write((10**6).to_bytes(4, "little"))
+    sets = (f"data.index={index}", "run.eval_index=null", "loader_workers=1")
+    _, err = house.run(tmp_path / "run", *sets, expect=1)
+    assert "got id 1000000" in err.splitlines()[-1]
+
+
 def test_full_disk_is_an_error(house, tmp_path):
     """Law 6: a background save that fails while the run goes on without checkpoints, and ends with exit code 0."""
     limited = f"ulimit -f 100; exec {sys.executable} {REPO / 'train.py'} " + " ".join(
