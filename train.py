@@ -19,10 +19,13 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import glob
+import importlib.util
 import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import shutil
 import signal
@@ -1854,6 +1857,22 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
+def leave_out_tpu() -> None:
+    """libtpu, which `launch.py plan` needs on any machine, fills a screen where it finds no TPU. JAX_PLATFORMS wins, which
+    JAX itself sets where it has found one."""
+    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    named = {"TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "JAX_FORCE_TPU_INIT"} & os.environ.keys()
+    if jax.config.jax_platforms is not None or devices or named:
+        return
+    spec = importlib.util.find_spec("jax_plugins")
+    plugins = [m.name for m in pkgutil.iter_modules(spec.submodule_search_locations)] if spec else []
+    gpus = [p for p in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd") if os.path.exists(p)]
+    if plugins and all(name.startswith("xla_cuda") for name in plugins):
+        jax.config.update("jax_platforms", "cuda,cpu")  # JAX passes over cuda where there is no such device
+    elif not plugins and not gpus:
+        jax.config.update("jax_platforms", "cpu")
+
+
 checking_inputs = True  # of the command that runs; see run_command
 
 
@@ -1873,6 +1892,7 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     global checking_inputs
     checking_inputs = True
     pin_settings()
+    leave_out_tpu()
     try:
         return command() or 0
     except (RunFailed, OSError) as e:

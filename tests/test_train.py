@@ -8,9 +8,12 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
+import glob
 import importlib.util
 import json
 import os
+import pkgutil
 import pty
 import re
 import shlex
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import termios
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -1403,6 +1407,48 @@ def test_signs_of_life(capsys):
         assert said() == []
     finally:
         alive.close()
+
+
+@pytest.mark.skipif(any(map(glob.glob, ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*"))), reason="has other devices")
+def test_a_machine_without_a_tpu_is_quiet(house, tmp_path):
+    """A screen of errors of libtpu, which requirements-dev.txt installs, before the first line of every command."""
+    env = {name: value for name, value in os.environ.items() if not re.match("JAX_PLATFORMS|XLA_FLAGS|TPU_", name)}
+    argv = house.argv(tmp_path / "run", "run.eval_index=null", extra=("--dry-run",))
+    argv = [word for word in argv if word not in ("--hardware", "cpu")]  # it has to be found
+    command = [sys.executable, str(REPO / "train.py"), *argv]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize(
+    "there, plugins, env, expected",
+    [
+        ([], [], {}, ["cpu"]),
+        ([], ["xla_cuda13"], {}, ["cuda,cpu"]),
+        (["/dev/nvidia0"], ["xla_cuda13"], {}, ["cuda,cpu"]),
+        (["/dev/nvidia0"], [], {}, []),  # JAX says that its plugin is missing
+        ([], ["metal_plugin"], {}, []),
+        (["/dev/accel0"], [], {}, []),
+        (["/dev/vfio/0"], [], {}, []),
+        ([], [], {"TPU_WORKER_HOSTNAMES": "localhost"}, []),
+    ],
+)
+def test_devices_are_left_out_only_where_there_are_none(monkeypatch, there, plugins, env, expected):
+    """A TPU or a GPU that is not found any more; the one warning that tells of a missing plugin, lost."""
+    chosen = []
+    config = types.SimpleNamespace(jax_platforms=None, update=lambda name, value: chosen.append(value))
+    monkeypatch.setattr(jax, "config", config)
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(there, pattern))
+    monkeypatch.setattr(os.path, "exists", there.__contains__)
+    spec = types.SimpleNamespace(submodule_search_locations=[])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if plugins else None)
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda path: [types.SimpleNamespace(name=name) for name in plugins])
+    for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "JAX_FORCE_TPU_INIT"):
+        monkeypatch.setenv(name, env[name]) if name in env else monkeypatch.delenv(name, raising=False)
+    train.leave_out_tpu()
+    config.jax_platforms = "tpu,cpu"  # as the user, or JAX where it finds a TPU, has set it
+    train.leave_out_tpu()
+    assert chosen == expected
 
 
 def test_failure_leaves_nothing_behind(house, tmp_path):
