@@ -627,7 +627,7 @@ def from_hf(args) -> dict:
             "data": {"sequence_length": config["data"]["sequence_length"]},
             "config": config,
             "checksums": {"params": dict(sums.sums)},
-            "source": {"format": data.HF_FORMAT, "path": args.src, "dtypes": dtypes},
+            "source": {"format": "Hugging Face safetensors", "path": args.src, "dtypes": dtypes},
             "versions": versions(),
         }
         finish_step(step_folder, meta)

@@ -81,7 +81,6 @@ KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-to
 # What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
 HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
             "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
-HF_FORMAT = "Hugging Face safetensors"  # meta["source"]["format"] of a checkpoint that was imported, not trained
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 READ_BYTES = 2**20
@@ -1185,9 +1184,9 @@ def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
 def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
     """The index that a checkpoint was trained on: where its meta says it was, or the recipe's path from here. An index
     of another fingerprint is another corpus, whose ids may mean other words: (None, None, why)."""
-    if (meta.get("source") or {}).get("format") == HF_FORMAT:
-        return None, None, "the checkpoint was imported, no index of ours belongs to it"
-    wanted, problems = meta["data"].get("fingerprint"), []
+    if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
+        return None, None, "no index belongs to the checkpoint, which was trained on none here"
+    problems = []
     for name in dict.fromkeys((meta["data"].get("index_path"), meta["config"]["data"]["index"])):
         if not name:
             continue

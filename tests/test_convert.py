@@ -731,9 +731,9 @@ def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, 
     for index in ("", "train.json"):  # as from-hf writes it, and as it wrote the recipe's before
         imported_meta["config"]["data"]["index"] = index
         got = found(other, imported_meta, imported["plain"] / "checkpoints" / "0")
-        assert got.path is None and got.eos_ids == (0,) and "imported" in got.why  # config.json knows the end
+        assert got.path is None and got.eos_ids == (0,) and "trained on none" in got.why  # config.json knows the end
     _, err = run(capsys, "to-hf", imported["plain"], tmp_path / "hf")
-    assert "no tokenizer goes with the weights" in err and "imported" in err
+    assert "no tokenizer goes with the weights" in err and "trained on none" in err
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
 
 
