@@ -7,7 +7,7 @@
 
 Conversions are streams: one block of one tensor is in memory at a time, from file to file, without torch. What they
 write is built in a hidden folder beside DST and renamed when it is complete, so DST is whole or not there; an existing
-DST is refused. Names and shapes are checked both ways, but shapes that match prove nothing: `check` is the proof.
+DST is refused, and so is one that another conversion is building. Names and shapes are checked both ways, but shapes that match prove nothing: `check` is the proof.
 
 The mapping (HF_NAMES) is renaming, plus a transpose where HF's [out, in] is not our [D, X]; no permutation for RoPE.
 Padding rows of the vocabulary are zeros on the way in and are dropped on the way out.
@@ -1139,7 +1139,7 @@ def parse_args(argv=None):
                    help="config.json with rope_theta and rope_scaling alone (4) or rope_parameters, too (5, default)")  # fmt: skip
     p.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: the run's sequence length")
     p.add_argument("--tokenizer", metavar="PATH",
-                   help="folder or tokenizer.json; default: what from-hf carried, or the index's")  # fmt: skip
+                   help="folder or tokenizer.json; default: what from-hf carried, or the run's index")  # fmt: skip
 
     p = verb("check", check, "our model against transformers", "runs/olmo3_7b Olmo-3-1025-7B --length 8192")
     p.add_argument("checkpoint", metavar="CKPT", help=ckpt)

@@ -1675,7 +1675,7 @@ def parse_args(argv=None):
 
     def of_a_model(p):
         p.add_argument("--tokenizer", metavar="PATH",
-                       help="folder or tokenizer.json; default: what convert.py from-hf carried, or the index's")  # fmt: skip
+                       help="folder or tokenizer.json; default: what from-hf carried, or the run's index")  # fmt: skip
         p.add_argument("--hardware", help="a file, or a name in configs/hardware/; default: by the device found")
         p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
 
@@ -1687,7 +1687,8 @@ def parse_args(argv=None):
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens only; default: all")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P",
                    help="of the fewest likeliest tokens that reach probability P; default: all")  # fmt: skip
-    p.add_argument("--seed", type=int, default=0, help="default: 0; sample i is the same whatever --num")
+    p.add_argument("--seed", type=int, default=0, metavar="N",
+                   help="0 to 2^32 - 1; default: 0; sample i is the same whatever --num")  # fmt: skip
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; repeatable")
     p.add_argument("--num", type=int, default=1, metavar="N", help="samples, at once; default: 1")
     p.add_argument("--json", action="store_true", help="text, token ids and what ended them, for programs")
