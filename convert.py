@@ -7,7 +7,8 @@
 
 Conversions are streams: one block of one tensor is in memory at a time, from file to file, without torch. What they
 write is built in a hidden folder beside DST and renamed when it is complete, so DST is whole or not there; an existing
-DST is refused, and so is one that another conversion is building. Names and shapes are checked both ways, but shapes that match prove nothing: `check` is the proof.
+DST is refused, and so is one that another conversion is building. Names and shapes are checked both ways, but shapes
+that match prove nothing: `check` is the proof.
 
 The mapping (HF_NAMES) is renaming, plus a transpose where HF's [out, in] is not our [D, X]; no permutation for RoPE.
 Padding rows of the vocabulary are zeros on the way in and are dropped on the way out.
