@@ -1203,26 +1203,24 @@ def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
 
 
 def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
-    """The index that a checkpoint was trained on: where its meta says it was, or the recipe's path from here. An index
-    of another fingerprint is another corpus, whose ids may mean other words: (None, None, why)."""
+    """The index that a checkpoint was trained on: where its meta says it was, or at the config's path from the current
+    folder or from this file's. One of another fingerprint is another corpus, whose ids may mean other words; then it is
+    (None, None, why)."""
     if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
         return None, None, "no index belongs to the checkpoint, which was trained on none here"
-    problems = []
-    for name in dict.fromkeys((meta["data"].get("index_path"), meta["config"]["data"]["index"])):
-        if not name:
-            continue
-        if is_url(name) or not local_path(name).is_file():
-            problems.append(f"{name}: got no such file from the folder {Path.cwd()}")
-            continue
+    named = Path(os.path.expanduser(meta["config"]["data"]["index"]))
+    places = [Path(meta["data"].get("index_path", named)), named.absolute(), Path(__file__).resolve().parent / named]
+    others = ""
+    for path in dict.fromkeys(place for place in places if place.is_file()):
         try:
-            index = load_index(name)
+            index = load_index(path)
         except DataError as e:
-            problems.append(str(e))
+            others += f"; {e}"
             continue
         if index.fingerprint == wanted:
-            return local_path(name), index, ""
-        problems.append(f"{name}: is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})")
-    return None, None, "; ".join(problems) or "the run names no index"
+            return path, index, ""
+        others += f"; {path} is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})"
+    return None, None, "no index of the run among " + ", ".join(dict.fromkeys(map(str, places))) + others
 
 
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.

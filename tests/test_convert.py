@@ -843,6 +843,7 @@ def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, 
     corpus, whose tokenizer turns every id into another word. An imported checkpoint was trained on no index at all."""
     other, run_folder = other_corpus(house, tmp_path / "other"), train.find_checkpoint(str(house.run))
     meta = train.read_meta(run_folder)
+    assert meta["data"].pop("index_path") == str((house.root / "train.json").resolve())
     meta["config"]["data"]["index"], own = "train.json", meta["data"]
 
     def found(folder, meta=meta, step_folder=run_folder, given=None):
@@ -852,12 +853,14 @@ def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, 
     here = found(house.root)
     assert here.tokenizer.id_to_token(7) == "w5" and (here.eos_ids, here.pad_id) == ((0,), 1)
     elsewhere = found(other)
-    assert elsewhere.path is None and elsewhere.eos_ids == () and "train.json: is another corpus" in elsewhere.why
+    assert elsewhere.path is None and elsewhere.eos_ids == () and "train.json is another corpus" in elsewhere.why
     assert own["fingerprint"] in elsewhere.why
-    assert "no such file" in found(tmp_path).why
+    assert str(tmp_path / "train.json") in found(tmp_path).why
     meta["data"] = own | {"index_path": str(house.root / "train.json")}
     assert found(other).path == house.root / "tokenizer.json"  # where the run says that its index was
     meta["data"] = own | {"index_path": "/gone/train.json"}
+    (tmp_path / "train.json").write_text("{}")
+    assert str(tmp_path / "train.json") in found(tmp_path).why and "not an index" in found(tmp_path).why
     assert found(house.root).tokenizer.id_to_token(7) == "w5" and found(other).path is None
     given = found(other, given=str(house.root / "tokenizer.json"))
     assert given.path == house.root / "tokenizer.json" and given.eos_ids == (0,)
