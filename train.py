@@ -28,7 +28,7 @@ import traceback
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -504,11 +504,16 @@ class HeldOut:
     """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order.
 
     `batch` rows are computed at once over all devices; `limit`: so many instances, spread evenly, None for all.
+    `trained` is what the models were trained on: another vocabulary is refused; so is the same data, but for
+    `on_training_data` (None: where nobody can ask for it).
     """
 
-    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None):
+    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None,
+                 trained: Sequence[data.TrainingData], on_training_data: bool | None = None):  # fmt: skip
         self.c = dataclasses.replace(c, data=dataclasses.replace(c.data, global_batch=batch))
         self.mesh, self.rows = mesh, local_rows(mesh, self.c)
+        self.trained, self.on_training_data = trained, on_training_data
+        self.of: list[dict] = []  # what each index that was opened is
         self.batches = self.open(index, data_root, limit)
         self.step = self.compile(row_losses, param_specs(c))
 
@@ -521,7 +526,24 @@ class HeldOut:
         check_vocabulary(batches.source.index, self.c, index)
         if "all" in batches.domains:
             raise ValueError(f"{index}: got the label 'all', which stands for all labels; fix: index with another one")
+        self.of.append(self.check_held_out(index, batches))
         return batches
+
+    def check_held_out(self, path: str, batches: data.EvaluationBatches) -> dict:
+        """What the index is. It has the vocabulary of the training data, and none of its files unless that is meant."""
+        index = batches.source.index
+        of = data.described(path, index) | {"instances": len(batches.instances)}
+        if unknown := {key for trained in self.trained for key in trained.check_vocabulary(of)}:
+            what = ", ".join(key for key in of if key in unknown)
+            say(f"{path}: not compared with the training data, of which too little is known: {what}")
+        if shared := max((trained.trained_on(index) for trained in self.trained), default=0):
+            of["trained_on_files"] = shared
+            what = f"{path}: {shared} of {len(index.files)} files are data that the model was trained on"
+            if not self.on_training_data:
+                flag = "" if self.on_training_data is None else ", or --on-training-data where that is meant"
+                raise ValueError(f"{what}, expected held-out data; fix: another index{flag}")
+            say(what)
+        return of
 
     def compile(self, rows: Callable, specs, size: int | None = None):
         """jit of (params, cut as `specs` say, batch) -> what rows(params, micro-batch, config, execution) gives by row."""
@@ -540,6 +562,7 @@ class HeldOut:
 
     def by_row(self, params, progress: bool = False, should_stop=lambda: False) -> list[np.ndarray] | None:
         """What `step` gives, float64 [rows of all batches] each; None if `should_stop` cut it short."""
+        inputs_are_checked()
         found = []
         bar = tqdm(self.batches, total=len(self.batches), desc="evaluating", unit="batch", leave=False,
                    disable=not progress)  # fmt: skip
@@ -549,7 +572,13 @@ class HeldOut:
             rows = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
             found.append([np.asarray(x, np.float64) for x in rows])
         n = len(self.batches.domain)  # the rest is padding
-        return [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        found = [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        broken = np.flatnonzero(~np.isfinite(found).all(axis=0))
+        if len(broken):
+            label = self.batches.domains[self.batches.domain[broken[0]]]
+            say(f"WARNING: {len(broken)} of {n} rows are not finite, the first is row {broken[0]} ({label}): means over them "
+                "are no numbers either")  # fmt: skip
+        return found
 
     def by_label(self, *columns: np.ndarray) -> dict[str, tuple]:
         """{label or "all": (rows, the sum of each column over them)}; a domain of -1 is padding."""
@@ -563,14 +592,16 @@ class HeldOut:
         return found and {
             label: mean_loss(ce, tokens) | {"instances": n}
             for label, (n, ce, tokens) in self.by_label(*found).items()
-            if tokens > 0
+            if n > 0
         }
 
 
 def mean_loss(ce: float, tokens: float) -> dict:
-    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON."""
+    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON. Without a token
+    there is no mean."""
     with np.errstate(over="ignore"):
-        return {"ce": ce / tokens, "perplexity": float(np.exp(ce / tokens)), "tokens": int(tokens)}
+        ce = float(ce) / tokens if tokens else np.nan
+        return {"ce": ce, "perplexity": float(np.exp(ce)), "tokens": int(tokens)}
 
 
 def eval_limit(c: Config) -> int | None:
@@ -850,7 +881,12 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
         then = meta["data"].get(key)
         if then == now:
             continue
-        if key == "global_batch":
+        if key == "vocabulary":
+            check_same_vocabulary(then, now, where)
+        elif key == "held_out":
+            if key in meta["data"]:
+                say(f"the held-out data changes from {then} to {now}")
+        elif key == "global_batch":
             if meta["instances_seen"] >= min(data_identity["usable"], meta["data"]["usable"]):
                 raise ValueError(
                     f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
@@ -870,6 +906,18 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
         say(f"{key} changes from {then.get(key)} to {now.get(key)}")
 
 
+def check_same_vocabulary(then: dict | None, now: dict, where: Path) -> None:
+    """The fingerprint covers the ids; EOS decides what a document is. A tokenizer.json may come and go beside them."""
+    if then is None:
+        say(f"{where}: does not say which tokenizer and EOS its data has; from now on: {now}")
+        return
+    for key in ("vocab_size", "eos_id"):
+        if then[key] != now[key]:
+            raise ValueError(f"{where}: data.{key}: got {now[key]}, expected {then[key]} as in the run; fix: use the run's "
+                             "own index")  # fmt: skip
+    say(f"the tokenizer beside the data changes from {then['tokenizer']} to {now['tokenizer']}")
+
+
 def science_dict(c: Config) -> dict:
     return json.loads(json.dumps({key: value for key, value in asdict(c).items() if key != "hardware"}))
 
@@ -884,7 +932,7 @@ def flatten(tree, prefix: str = "") -> dict:
 
 def find_checkpoint(path: str) -> Path:
     """CKPT on a command line: RUN/checkpoints/N, or a run directory (its newest step that is complete)."""
-    p = Path(path)
+    p = data.local_path(path)
     if (p / "params").is_dir():
         return p.absolute()
     folder = p / "checkpoints" if (p / "checkpoints").is_dir() else p
@@ -1120,8 +1168,8 @@ def evaluation_metrics(results: dict[str, dict]) -> dict[str, float]:
     return values
 
 
-def draw_curves(run_dir: Path) -> Path:
-    """curves.png from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
+def draw_curves(run_dir: Path, path: Path | None = None) -> Path:
+    """RUN/curves.png, or `path`, from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -1164,7 +1212,7 @@ def draw_curves(run_dir: Path) -> Path:
         bottom.legend()
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
-    path = run_dir / "curves.png"
+    path = path or run_dir / "curves.png"
     temporary = path.with_suffix(".tmp.png")
     fig.savefig(temporary, dpi=110)
     os.replace(temporary, path)
@@ -1241,9 +1289,11 @@ class Run:
         self.rows = local_rows(self.mesh, c)
         self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
         check_vocabulary(self.source.index, c, c.data.index)
-        self.held_out = None
+        self.held_out, trained = None, data.TrainingData.of(c.data.index, self.source.index)
         if c.run.eval_index is not None:
-            self.held_out = HeldOut(c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+            self.held_out = HeldOut(
+                c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained]
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         check_shared(run_dir)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
@@ -1255,6 +1305,8 @@ class Run:
             "seed": c.data.seed,
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
+            "vocabulary": trained.vocabulary,
+            "held_out": self.held_out and self.held_out.of[0]["fingerprint"],
         }
         self.token_check = data.TokenCheck(self.source.index, c.data.mask_token)
         self.tracing = False
@@ -1453,6 +1505,7 @@ class Run:
             "step": final["step"],
             "ce": final["train/CE loss"],
             "heldout_ce": final.get("eval/lm/all/CE loss"),
+            "heldout_of": self.held_out and self.held_out.of[0],
             "tokens": final["throughput/total tokens"],
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
             "skipped_steps": skipped,
@@ -1525,7 +1578,8 @@ def dry_run(c: Config, data_root: str | None) -> None:
     index = data.open_data(c.data, data_root).index  # their sizes, too
     check_vocabulary(index, c, c.data.index)
     if c.run.eval_index is not None:
-        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+        trained = data.TrainingData.of(c.data.index, index)
+        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained])
     tokens = c.data.global_batch * c.data.sequence_length
     plan = {
         "parameters": model.parameter_count(c.model),
