@@ -144,11 +144,10 @@ def held_out_index(args, c: train.Config, step_folder: Path) -> tuple[list[str],
     """(indexes, limit): --index whole, or the run's own held-out set as the run saw it."""
     given = getattr(args, "index", None) or []
     given = [given] if isinstance(given, str) else given
-    if given:
-        return given, None
-    if c.run.eval_index is None:
+    if not given and c.run.eval_index is None:
         raise ValueError(f"--index: missing, and the run of {step_folder} has no run.eval_index")
-    return [c.run.eval_index], train.eval_limit(c)
+    paths = [str(data.find_index(path, args.data_root)) for path in given or [c.run.eval_index]]
+    return paths, None if given else train.eval_limit(c)
 
 
 def finite(tree):
