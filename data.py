@@ -63,7 +63,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -78,6 +78,9 @@ NPY_MAGIC = b"\x93NUMPY"
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # how dolma2 spells them too
 # Vocabulary size, EOS and PAD of the tokenizers that Ai2's mixes name: one tokenizer under two names.
 KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-tokenizer"), (100278, 100257, 100277))
+# What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 READ_BYTES = 2**20
@@ -205,6 +208,17 @@ def check_room(folder: str | os.PathLike, needed: int) -> None:
     if (free := shutil.disk_usage(there).free) < needed:
         what = f"needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; fix: make room, or write elsewhere"
         raise OSError(errno.ENOSPC, what, str(folder))
+
+
+def check_memory(what: str, needed: int, there: int | None = None) -> None:
+    """DataError if `needed` bytes are more than there are; default: than this machine has. Allocating them would be a
+    traceback or, since memory is promised before it is used, the end of this process or of another."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if there is None else there
+    if needed > there:
+        raise DataError(
+            f"{what}: got numbers that need {needed / 1e9:.2f} GB of memory, expected at most the {there / 1e9:.2f} GB "
+            "that are there; fix: smaller ones"
+        )
 
 
 @contextlib.contextmanager
@@ -1175,6 +1189,122 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     return tokenizer
 
 
+class FoundTokenizer(NamedTuple):
+    """The tokenizer of a model or of an index, and its special ids."""
+
+    path: Path | None  # of the tokenizer.json; None: there is none, and `why` says where it was looked for
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]  # a text ends at any of them; a text begins after the first. Empty: nothing names one
+    pad_id: int | None
+    files: dict[str, Path]  # of HF_FILES, those that belong to it
+    why: str
+
+
+def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTokenizer:
+    """The tokenizer of the checkpoint RUN/checkpoints/N: `given` (--tokenizer), else what convert.py from-hf carried
+    into RUN/hf, else that of the index that the run was trained on. Every command finds it here."""
+    index_path, index, why = index_of_run(meta)
+    carried = step_folder.parent.parent / "hf" if step_folder.parent.name == "checkpoints" else None
+    vocab_size = meta["config"]["model"]["vocab_size"]
+    found = FoundTokenizer(None, None, (), None, {}, why)
+    if given is not None:
+        found = read_tokenizer(given, vocab_size, index, needed=True)
+    elif carried is not None and carried.is_dir():
+        found = read_tokenizer(carried, vocab_size)
+        found = found._replace(why=f"{found.why}; {why}" if why else found.why)
+    if found.path is None and index is not None:
+        found = index_tokenizer(index_path, index, None)
+        check_ids(found, vocab_size, index_path)
+    return found
+
+
+def index_tokenizer(index_path: str | os.PathLike, index: Index, given: str | None) -> FoundTokenizer:
+    """`given` (--tokenizer), or the tokenizer that made the index. The special ids are the index's."""
+    path = local_path(index_path).parent / index.tokenizer
+    if given is not None:
+        return read_tokenizer(given, index.vocab_size, index, needed=True)
+    if not path.is_file():
+        return FoundTokenizer(
+            None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}"
+        )
+    return FoundTokenizer(path, load_tokenizer(path), (index.eos_id,), index.pad_id, {"tokenizer.json": path}, "")
+
+
+def read_tokenizer(
+    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = False
+) -> FoundTokenizer:
+    """Of a tokenizer.json, or of a Hugging Face folder, which may do without one unless it is `needed`. The end of a
+    text is what generation_config.json or config.json there names, else what the run's `index` names, else EOS."""
+    where = local_path(where)
+    folder, path = (where, where / "tokenizer.json") if where.is_dir() else (where.parent, where)
+    if where.is_dir():
+        files = {name: where / name for name in HF_FILES if (where / name).is_file()}
+    else:
+        files = {"tokenizer.json": path}
+    if "tokenizer.json" in files or needed:
+        tokenizer, why = load_tokenizer(path), ""
+    else:
+        path, tokenizer, why = None, None, f"{where}: got no tokenizer.json in this folder"
+    generation, config = (read_ids(folder / f"{kind}.json") for kind in ("generation_config", "config"))
+    eos_ids, pad_ids = (generation[i] or config[i] for i in (0, 1))
+    eos_ids = tuple(sorted(eos_ids, key=lambda i: i not in config[0]))  # config.json's, the one of pretraining, first
+    if not eos_ids:
+        ids = (None, None) if tokenizer is None else map(tokenizer.token_to_id, (EOS, PAD))
+        ids = ids if index is None else (index.eos_id, index.pad_id)
+        eos_ids, pad_ids = (() if i is None else (i,) for i in ids)
+    found = FoundTokenizer(path, tokenizer, eos_ids, next(iter(pad_ids), None), files, why)
+    check_ids(found, vocab_size, path or where)
+    return found
+
+
+def read_ids(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """eos_token_id and pad_token_id of a config.json or generation_config.json: a number each, a list, or nothing."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        found = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
+    except (ValueError, AttributeError) as e:
+        raise DataError(f"{path}: not a JSON object ({e})") from e
+    found = [() if ids is None else tuple(ids) if isinstance(ids, list) else (ids,) for ids in found]
+    if odd := [i for ids in found for i in ids if type(i) is not int]:
+        raise DataError(f"{path}: eos_token_id, pad_token_id: got {odd[0]!r}, expected token ids")
+    return found[0], found[1]
+
+
+def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
+    """The tokenizer gives ids of the model alone, and knows what ends a text."""
+    fix = "fix: --tokenizer with the model's own"
+    known = range(vocab_size) if found.tokenizer is None else set(found.tokenizer.get_vocab().values())
+    if max(known) >= vocab_size:
+        raise DataError(f"{where}: got ids up to {max(known)}, expected ids below the model's {vocab_size}; {fix}")
+    if unknown := [i for i in found.eos_ids if i not in known]:
+        raise DataError(
+            f"{where}: got {unknown[0]} as the end of a text, expected an id that the tokenizer knows; {fix}"
+        )
+
+
+def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
+    """The index that a checkpoint was trained on: where its meta says it was, or the recipe's path from here. An index
+    of another fingerprint is another corpus, whose ids may mean other words: (None, None, why)."""
+    if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
+        return None, None, "no index belongs to the checkpoint, which was trained on none here"
+    problems = []
+    for name in dict.fromkeys((meta["data"].get("index_path"), meta["config"]["data"]["index"])):
+        if not name:
+            continue
+        if is_url(name) or not local_path(name).is_file():
+            problems.append(f"{name}: got no such file from the folder {Path.cwd()}")
+            continue
+        try:
+            index = load_index(name)
+        except DataError as e:
+            problems.append(str(e))
+            continue
+        if index.fingerprint == wanted:
+            return local_path(name), index, ""
+        problems.append(f"{name}: is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})")
+    return None, None, "; ".join(problems) or "the run names no index"
+
+
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
 DOLMA2_SPECIAL = {
     "<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
@@ -1449,8 +1579,7 @@ def show(args: argparse.Namespace) -> dict:
     index = load_index(args.index)
     order = (args.order, args.seed, index.sequence_length, args.global_batch)
     source = open_data(DataConfig(args.index, *order, True, None, False), args.data_root, args.order_dir)
-    path = local_path(args.tokenizer) if args.tokenizer else local_path(args.index).parent / index.tokenizer
-    tokenizer = load_tokenizer(path) if args.tokenizer or path.is_file() else None
+    tokenizer = index_tokenizer(args.index, index, args.tokenizer).tokenizer
     if args.step < 1:
         raise DataError(f"--step: got {args.step}, expected 1 for the first batch")
     position = (args.step - 1) * args.global_batch

@@ -836,32 +836,20 @@ def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> O
 
 
 class NoTokenizer(ValueError):
-    """A checkpoint that leads to none."""
+    """A checkpoint that leads to none, or to one without an end of the text."""
 
 
-def find_tokenizer(given: str | None, opened: Opened):
-    """(tokenizer, id of the end of a text): --tokenizer, what convert.py from-hf carried, or that of the run's index."""
-    carried = opened.folder.parent.parent / "hf"
-    index_path = Path(opened.meta["config"]["data"]["index"])
-    eos = None
-    if given is not None:
-        path = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
-    elif (carried / "tokenizer.json").is_file():
-        path = carried / "tokenizer.json"
-    elif index_path.is_file() and (index_path.parent / data.load_index(index_path).tokenizer).is_file():
-        path, eos = index_path.parent / data.load_index(index_path).tokenizer, data.load_index(index_path).eos_id
-    else:
-        raise NoTokenizer(f"--tokenizer: missing, and neither {carried} nor {index_path} leads to a tokenizer.json")
-    tokenizer = data.load_tokenizer(path)
-    if eos is None and (path.parent / "config.json").is_file():
-        eos = json.loads((path.parent / "config.json").read_bytes()).get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) else eos
-    eos = tokenizer.token_to_id(data.EOS) if eos is None else eos
-    largest = max(tokenizer.get_vocab().values())
-    if eos is None or largest >= opened.c.model.vocab_size:
-        raise ValueError(f"{path}: got ids up to {largest} and end of text {eos}, expected {data.EOS} in it and ids below "
-                         f"model.vocab_size {opened.c.model.vocab_size}; fix: --tokenizer")  # fmt: skip
-    return tokenizer, eos
+def find_tokenizer(given: str | None, opened: Opened) -> data.FoundTokenizer:
+    """A tokenizer that is there and says what ends a text; see data.find_tokenizer."""
+    found = data.find_tokenizer(given, opened.folder, opened.meta)
+    if found.tokenizer is None:
+        raise NoTokenizer(f"--tokenizer: missing, and {opened.folder} leads to none: {found.why}")
+    if not found.eos_ids:
+        raise NoTokenizer(
+            f"{found.path}: got no {data.EOS}, and no generation_config.json, config.json or index that names the end of "
+            "a text; fix: --tokenizer with a folder that does"
+        )
+    return found
 
 
 def padded_length(n: int, splash: bool = False) -> int:
@@ -995,9 +983,11 @@ class Draw(NamedTuple):
 
     def check(self) -> "Draw":
         for name, ok, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (the likeliest token) or more"),
-            ("top-k", self.top_k >= 0, "a number of tokens, 0 for all"),
+            # A logit divided by less may be infinite; float32 holds no more than 1e38.
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (likeliest) or 1e-6 to 1e6"),
+            ("top-k", 0 <= self.top_k < 2**31, "a number of tokens below 2^31, 0 for all"),
             ("top-p", 0 < self.top_p <= 1, "a probability above 0"),
+            ("seed", 0 <= self.seed < 2**32, "0 to 2^32 - 1"),
         ):
             if not ok:
                 raise ValueError(f"--{name}: got {getattr(self, name.replace('-', '_'))}, expected {expected}")
@@ -1035,6 +1025,16 @@ class Sampler:
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(number_B, position_B)
         return choose(logits_BV, keys, temperature, top_k, top_p)
 
+    def check_memory(self, rows: int, length: int) -> None:
+        """DataError if logits and cached keys and values of so many rows, this long at the end, fit into no memory."""
+        m, stats = self.opened.c.model, [d.memory_stats() or {} for d in self.opened.mesh.local_devices]
+        slots = sum(min(m.window, length) if kind == "s" else length for kind in m.pattern) * (
+            m.n_layers // len(m.pattern)
+        )
+        cached = 2 * slots * m.n_kv_heads * m.head_dim * jnp.dtype(m.compute_dtype).itemsize
+        there = sum(s.get("bytes_limit", 0) for s in stats) or None  # a CPU does not say: what the machine has
+        data.check_memory("--num, --tokens", rows * (cached + 4 * m.vocab_size), there)
+
     def __call__(self, prompts: list[list[int]], max_tokens: int, draw: Draw, numbers=None) -> Iterator[np.ndarray]:
         """Yields the next token of every row, [rows], at most `max_tokens` times. `numbers` tell rows apart by more
         than their place; default: their place."""
@@ -1062,17 +1062,17 @@ class Continuation(NamedTuple):
     stopped_by: str | None  # the stop, or the end-of-text token; None: the number of tokens
 
 
-def continuations(sampler: Sampler, tokenizer, eos: int, prompts, max_tokens: int, stops: list[str], draw: Draw,
-                  numbers=None) -> list[Continuation]:  # fmt: skip
-    """Every prompt (token ids) continued until a stop, the end of the text or `max_tokens`."""
+def continuations(sampler: Sampler, tokenizer, eos_ids: tuple[int, ...], prompts, max_tokens: int, stops: list[str],
+                  draw: Draw, numbers=None) -> list[Continuation]:  # fmt: skip
+    """Every prompt (token ids) continued until a stop, any of the ends of a text or `max_tokens`."""
     tail = max(
         (len(s.encode()) for s in stops), default=0
     )  # a stop ends in the newest token: no more tokens can matter
     tokens, done = [[] for _ in prompts], [None] * len(prompts)
     for step in sampler(prompts, max_tokens, draw, numbers):
         for i, token in enumerate(step):
-            if done[i] is None and token == eos:
-                done[i] = tokenizer.id_to_token(eos)
+            if done[i] is None and token in eos_ids:
+                done[i] = tokenizer.id_to_token(int(token))
             elif done[i] is None:
                 tokens[i].append(int(token))
                 newest = tokenizer.decode(tokens[i][-tail:]) if tail else ""
@@ -1091,18 +1091,21 @@ def continuations(sampler: Sampler, tokenizer, eos: int, prompts, max_tokens: in
 def draw_samples(args) -> dict:
     draw = Draw(args.temperature, args.top_k, args.top_p, args.seed).check()
     for name, number in (("--tokens", args.tokens), ("--num", args.num)):
-        if number < 1:
-            raise ValueError(f"{name}: got {number}, expected a positive number")
+        if not 0 < number < 2**31:
+            raise ValueError(f"{name}: got {number}, expected a positive number below 2^31")
     if "" in args.stop:
         raise ValueError("--stop: got an empty text, expected one that ends a sample")
     opened = open_model(args.checkpoint, args.hardware, args.set)
-    tokenizer, eos = find_tokenizer(args.tokenizer, opened)
-    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]  # a text begins after another's end
+    tokenizer, eos_ids = (found := find_tokenizer(args.tokenizer, opened)).tokenizer, found.eos_ids
+    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos_ids[0]]  # a text begins after another
+    sampler = Sampler(opened)
+    sampler.check_memory(args.num, len(prompt) + args.tokens)
+    train.inputs_are_checked()
     if len(prompt) + args.tokens > (trained := opened.c.data.sequence_length):
         train.say(
             f"{len(prompt)} + {args.tokens} tokens: the model was trained on {trained}, and may not go beyond well"
         )
-    found = continuations(Sampler(opened), tokenizer, eos, [prompt] * args.num, args.tokens, args.stop, draw)
+    found = continuations(sampler, tokenizer, eos_ids, [prompt] * args.num, args.tokens, args.stop, draw)
     samples = [{"text": f.text, "tokens": f.tokens, "stopped_by": f.stopped_by} for f in found]
     return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "prompt": args.prompt, "samples": samples}
 
@@ -1251,7 +1254,7 @@ def without_this_folder(theirs={}):  # noqa: B006  (what the harness has importe
         sys.modules.update(ours)
 
 
-def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: int, progress: bool):
+def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_length: int, batch: int, progress: bool):
     """The checkpoint as lm-eval's LM: token ids as its own Hugging Face backend makes them, no BOS, EOS as the prefix.
 
     Rolling windows are the harness's: disjoint, but the last has as much context as fits; a text that begins with the
@@ -1261,7 +1264,7 @@ def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: i
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    score, sampler = Scorer(opened, max_length, batch), Sampler(opened)
+    score, sampler, eos = Scorer(opened, max_length, batch), Sampler(opened), eos_ids[0]
 
     class CheckpointLM(TemplateLM):
         eot_token_id = eos
@@ -1312,7 +1315,14 @@ def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: i
                     prompts, numbers = zip(*group[start : start + score.batch], strict=True)
                     prompts = [p[-room:] or [eos] for p in prompts]
                     made = continuations(
-                        sampler, tokenizer, eos, prompts, how["max_gen_toks"], [s for s in stops if s], draw, numbers
+                        sampler,
+                        tokenizer,
+                        eos_ids,
+                        prompts,
+                        how["max_gen_toks"],
+                        [s for s in stops if s],
+                        draw,
+                        numbers,
                     )
                     for i, continuation in zip(numbers, made, strict=True):
                         texts[i] = continuation.text
@@ -1414,12 +1424,13 @@ def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict
     from lm_eval.api.model import CachingLM
     from lm_eval.evaluator import evaluate
 
-    tokenizer, eos = find_tokenizer(args.tokenizer, opened)
+    found = find_tokenizer(args.tokenizer, opened)
+    tokenizer, eos_ids = found.tokenizer, found.eos_ids
     length = opened.c.data.sequence_length if args.max_length is None else args.max_length
-    lm = harness_model(opened, tokenizer, eos, length, args.batch, sys.stderr.isatty())
+    lm = harness_model(opened, tokenizer, eos_ids, length, args.batch, sys.stderr.isatty())
     sums = opened.meta.get("checksums", {}).get("params")
     sums = sums or train.checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
-    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos, length)
+    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos_ids, length)
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     folder = data.local_path(args.cache) if args.cache else opened.folder.parent.parent / "lm_eval"
     cache = folder / f"{opened.folder.name}.{digest}.db"

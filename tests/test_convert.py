@@ -684,6 +684,80 @@ def test_check_refuses_transformers_that_is_wrong_for_yarn(square, imported, hf,
     assert code == 1 and "block 0 (sliding attention) differs" in capsys.readouterr().err
 
 
+# ------------------------------------------------------------------------------------------------- whose tokenizer it is
+
+
+def other_corpus(house, root: Path) -> Path:
+    """The house's files under the same names, but another text and other words for the same ids."""
+    root.mkdir()
+    tokens = np.arange(2, 2 + SEQUENCE * 100, dtype=np.uint32) % VOCABULARY
+    tokens.tofile(root / "part.npy")
+    Tokenizer(models.WordLevel({f"other{i}": i for i in range(VOCABULARY)}, unk_token="other0")).save(
+        str(root / "tokenizer.json")
+    )
+    words = {"tokenizer": "tokenizer.json", "vocab_size": VOCABULARY, "eos_id": 5, "pad_id": 6}
+    data.write_index(data.build_index([("web", root / "part.npy")], root, SEQUENCE, **words), root / "train.json")
+    return root
+
+
+def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, monkeypatch):
+    """A recipe names its index relative to the current folder: from another project's folder the same name is another
+    corpus, whose tokenizer turns every id into another word. An imported checkpoint was trained on no index at all."""
+    other, run_folder = other_corpus(house, tmp_path / "other"), train.find_checkpoint(str(house.run))
+    meta = train.read_meta(run_folder)
+    meta["config"]["data"]["index"], own = "train.json", meta["data"]
+
+    def found(folder, meta=meta, step_folder=run_folder, given=None):
+        monkeypatch.chdir(folder)
+        return data.find_tokenizer(given, step_folder, meta)
+
+    here = found(house.root)
+    assert here.tokenizer.id_to_token(7) == "w5" and (here.eos_ids, here.pad_id) == ((0,), 1)
+    elsewhere = found(other)
+    assert elsewhere.path is None and elsewhere.eos_ids == () and "train.json: is another corpus" in elsewhere.why
+    assert own["fingerprint"] in elsewhere.why
+    assert "no such file" in found(tmp_path).why
+    meta["data"] = own | {"index_path": str(house.root / "train.json")}
+    assert found(other).path == house.root / "tokenizer.json"  # where the run says that its index was
+    meta["data"] = own | {"index_path": "/gone/train.json"}
+    assert found(house.root).tokenizer.id_to_token(7) == "w5" and found(other).path is None
+    given = found(other, given=str(house.root / "tokenizer.json"))
+    assert given.path == house.root / "tokenizer.json" and given.eos_ids == (0,)
+    with pytest.raises(data.DataError, match="hf.*tokenizer.json: got no such file.*--tokenizer"):
+        found(other, given=str(imported["plain"] / "hf"))
+
+    imported_meta = train.read_meta(train.find_checkpoint(str(imported["plain"])))
+    assert imported_meta["config"]["data"]["index"] == ""
+    for index in ("", "train.json"):  # as from-hf writes it, and as it wrote the recipe's before
+        imported_meta["config"]["data"]["index"] = index
+        got = found(other, imported_meta, imported["plain"] / "checkpoints" / "0")
+        assert got.path is None and got.eos_ids == (0,) and "trained on none" in got.why  # config.json knows the end
+    _, err = run(capsys, "to-hf", imported["plain"], tmp_path / "hf")
+    assert "no tokenizer goes with the weights" in err and "trained on none" in err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_every_end_of_a_text_travels(house, hf, tmp_path, capsys):
+    """A model with several ends of a text (chat models) that arrives with one: generate() runs past the others. The one
+    of pretraining, config.json's, is the first, after which a text begins."""
+    folder = shutil.copytree(hf["plain"], tmp_path / "hf")
+    shutil.copyfile(house.root / "tokenizer.json", folder / "tokenizer.json")
+    convert.write_json(folder / "generation_config.json", {"eos_token_id": [9, 0], "pad_token_id": 1, "top_p": 0.5})
+    run(capsys, "from-hf", folder, tmp_path / "run")
+    step_folder = train.find_checkpoint(str(tmp_path / "run"))
+    assert data.find_tokenizer(None, step_folder, train.read_meta(step_folder)).eos_ids == (0, 9)
+    out, _ = run(capsys, "to-hf", tmp_path / "run", tmp_path / "back")
+    assert out["eos_token_id"] == [0, 9]
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert (generation.eos_token_id, generation.pad_token_id, generation.top_p) == ([0, 9], 1, 0.5)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").eos_token_id == [0, 9]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").eos_token == data.EOS
+    for wrong, words in (([0, VOCABULARY], f"got {VOCABULARY} as the end"), ("0", "got '0', expected token ids")):
+        convert.write_json(tmp_path / "run" / "hf" / "generation_config.json", {"eos_token_id": wrong})
+        _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "wrong", expect=2)
+        assert words in err and err.count("\n") == 1
+
+
 # ------------------------------------------------------------------------------------ training goes on from conversions
 
 

@@ -101,9 +101,9 @@ def opened(folder):
 
 
 def adapter(opened, max_length=LENGTH, batch=8):
-    tokenizer, eos = evaluate.find_tokenizer(None, opened)
+    found = evaluate.find_tokenizer(None, opened)
     with evaluate.without_this_folder():
-        return evaluate.harness_model(opened, tokenizer, eos, max_length, batch, False)
+        return evaluate.harness_model(opened, found.tokenizer, found.eos_ids, max_length, batch, False)
 
 
 def answers(lm, folder, names):
@@ -155,7 +155,7 @@ def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
 def test_a_uniform_model(opened):
     """Case 93: an index off by one, or a log-likelihood of what was cut off. Every token costs ln V and no more."""
     lm = adapter(opened["uniform"])
-    tokenizer = evaluate.find_tokenizer(None, opened["uniform"])[0]
+    tokenizer = evaluate.find_tokenizer(None, opened["uniform"]).tokenizer
     nat = float(np.log(np.float32(600)))  # padding rows have no share
     text = (REPO / "README.md").read_text()
     ids = tokenizer.encode(text).ids[: 3 * LENGTH + 7]
@@ -172,7 +172,7 @@ def test_a_uniform_model(opened):
 def test_a_token_across_the_joint_and_the_prefix(opened):
     """Case 89: nothing left to score where a token spans context and continuation. Case 91: a prefix twice, or BOS."""
     lm = adapter(opened["model"])
-    tokenizer, eos = evaluate.find_tokenizer(None, opened["model"])
+    tokenizer, (eos,) = (found := evaluate.find_tokenizer(None, opened["model"])).tokenizer, found.eos_ids
     word = max((w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha()), key=len)
     assert len(tokenizer.encode(word).ids) == 1 and len(word) > 3
     assert lm._encode_pair(word[:2], word[2:]) == (tokenizer.encode(word[:2]).ids, tokenizer.encode(word[2:]).ids)

@@ -124,10 +124,10 @@ def test_a_sample_depends_on_seed_and_number_alone(sampler):
 
 def test_stops(sampler):
     """A stop that is not seen because tokens do not end where it does; text that keeps it; tokens after the end."""
-    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
     ids = tokenizer.encode("one two\nthree.\n\nfour").ids
 
-    def continued(*stops, eos=0, upto=100):
+    def continued(*stops, eos=(0,), upto=100):
         def scripted(prompts, n, draw, numbers):
             return (np.array([t, 5]) for t in ids[:n])
 
@@ -136,7 +136,7 @@ def test_stops(sampler):
     assert continued()._asdict() == {"tokens": ids, "text": "one two\nthree.\n\nfour", "stopped_by": None}
     assert continued("hree.\n\nf").text == "one two\nt" and continued("hree.\n\nf").stopped_by == "hree.\n\nf"
     assert continued("four", "two").text == "one " and len(continued("two").tokens) < len(ids)
-    ended = continued("four", eos=ids[3])
+    ended = continued("four", eos=(5, ids[3]))
     assert ended.tokens == ids[:3] and ended.stopped_by == tokenizer.id_to_token(ids[3])
     assert len(continued(upto=2).tokens) == 2
 
@@ -144,7 +144,7 @@ def test_stops(sampler):
 def test_command_line(run, sampler, monkeypatch, capsys):
     """Bad numbers that give text all the same; JSON that is not what was drawn; a limit passed in silence."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
 
     def sample(*arguments, expect=0):
         assert evaluate.main(["sample", str(run), "--hardware", "cpu", *arguments]) == expect
@@ -153,7 +153,7 @@ def test_command_line(run, sampler, monkeypatch, capsys):
     out, err = sample("--prompt", "The model", "--tokens", "100", "--num", "2", "--json", "--temperature", "0")
     found = json.loads(out)
     prompt = tokenizer.encode("The model").ids
-    expected = evaluate.continuations(sampler, tokenizer, 0, [prompt] * 5, 100, [], GREEDY)[0]
+    expected = evaluate.continuations(sampler, tokenizer, (0,), [prompt] * 5, 100, [], GREEDY)[0]
     assert "the model was trained on 96" in err and found["step"] == 3
     assert [s["tokens"] for s in found["samples"]] == [expected.tokens] * 2
     assert [s["text"] for s in found["samples"]] == [expected.text] * 2
