@@ -1183,7 +1183,7 @@ class Scorer:
         for i, (context, continuation) in enumerate(pairs):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise data.DataError(f"request {i}: got {len(context)} tokens of context and {len(continuation)} to score, "
-                                     f"expected at least one of each and at most {self.max_length} to score")  # fmt: skip
+                                     f"expected at least one of each and at most {self.max_length} to score; fix: a larger --max-length")  # fmt: skip
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             by_tokens[tuple(tokens)].append((i, continuation))
         return [Row(tokens, requests) for tokens, requests in by_tokens.items()]
@@ -1427,6 +1427,7 @@ def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict
     found = find_tokenizer(args.tokenizer, opened)
     tokenizer, eos_ids = found.tokenizer, found.eos_ids
     length = opened.c.data.sequence_length if args.max_length is None else args.max_length
+    check_size("--batch", args.batch, length)
     lm = harness_model(opened, tokenizer, eos_ids, length, args.batch, sys.stderr.isatty())
     sums = opened.meta.get("checksums", {}).get("params")
     sums = sums or train.checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
@@ -1441,7 +1442,8 @@ def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict
         results = evaluate(cached, loaded, limit=args.limit, log_samples=False)
         cached.dbdict.close()
     tasks = {name: task_summary(name, results) for name in reported}
-    return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "tasks": tasks,
+    of = {"tokenizer": data.tokenizer_content(found.path), "tokenizer_path": str(found.path), "eos_ids": list(eos_ids)}
+    return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "of": of, "tasks": tasks,
             "macro": macro_average(tasks)}  # fmt: skip
 
 

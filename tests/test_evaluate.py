@@ -470,7 +470,7 @@ def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
     everything = verb("perplexity", run, "--steps", "all")["evaluations"]
     assert [e["step"] for e in everything] == [4, 8, 12, STEPS]
     assert json.loads((run / "evaluations" / "heldout-instances.json").read_text())["evaluations"] == everything
-    train.MetricsLog(run, 8).close()  # what a run does that goes on at step 8
+    train.MetricsLog(run, 8, run).close()  # what a run does that goes on at step 8
     shown = harness.board(run, "heldout-instances")
     assert shown["eval/lm/web/CE loss"] == shown["eval/lm/all/PPL"] == [4, 8, 12, STEPS]
     assert "expected latest, all or some of [4, 8, 12, 16]" in verb("perplexity", run, "--steps", "5", expect=2)
