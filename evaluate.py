@@ -336,6 +336,12 @@ def row_bytes(batches, sizes: np.ndarray | None) -> np.ndarray:
 def token_bytes(index_path: str, index: data.Index, given: str | None) -> np.ndarray | None:
     """`bytes_of_tokens` of the tokenizer that --tokenizer or the index names; None, and a line, without a proof."""
     found = data.index_tokenizer(index_path, index, given)
+    if given is not None:
+        own, other = data.vocabulary(index_path, index)["tokenizer"], data.tokenizer_content(found.path)
+        if data.comparable(own, other) and own != other:
+            raise ValueError(
+                f"--tokenizer {found.path}: got {other}, expected the one that {index_path} was made with, {own}"
+            )
     if found.tokenizer is None:
         why = f"{found.why}; fix: --tokenizer"
     elif fault := bytes_fault(found.tokenizer):
@@ -1829,7 +1835,9 @@ def parse_args(argv=None):
             "--window", type=int, metavar="W", help="tokens given at most; default: the run's sequence length"
         )
         p.add_argument("--stride", type=int, metavar="T", help="tokens scored by a window; default: W")
-        p.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for bits per byte; default: the index's own")
+        p.add_argument(
+            "--tokenizer", metavar="PATH", help="folder or tokenizer.json, for bits per byte; default: the index's"
+        )
         p.add_argument("--name", help="of the record in the run directory; default: by index and cut")
         p.add_argument("--no-record", action="store_true", help="print only, write nothing into the run directory")
 

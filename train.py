@@ -1007,8 +1007,8 @@ def check_same_model(then: dict, c: Config, where: str) -> None:
         say(f"model.{key} changes from {then[key]} to {now.get(key)}")
 
 
-def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
-    """State of step 0: from the seed, or from another run's parameters (and prepared moments)."""
+def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str, vocabulary: dict):
+    """State of step 0: from the seed, or from another run's parameters (and prepared moments). `vocabulary`: of the data."""
     if init_from is None:
         say(f"start: new parameters from seed {c.run.seed}")
         return init_state(c, mesh)
@@ -1018,6 +1018,10 @@ def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
     except DamagedCheckpoint as e:
         raise ValueError(f"--init-from {source}: {e}") from e
     check_same_model(meta["config"].get("model", {}), c, f"--init-from {source}")
+    for key, then in meta["data"].get("vocabulary", {}).items():
+        now = vocabulary.get(key, then)
+        if now != then and (key != "tokenizer" or data.comparable(then, now)):
+            say(f"WARNING: --init-from {source}: was trained on data whose {key} is {then}, here it is {now}")
     params_target, state_target = state_shapes(c, mesh)
     params = restore_item(source, "params", params_target)
     if init_state_kind == "params":
@@ -1445,7 +1449,9 @@ class Run:
         restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity, self.allow)
         if restored is None:
             say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
-            self.params, self.opt_state = initial_state(c, self.mesh, init_from, init_state_kind)
+            self.params, self.opt_state = initial_state(
+                c, self.mesh, init_from, init_state_kind, self.data_identity["vocabulary"]
+            )
             self.start = self.seen = 0
         else:
             self.start, self.params, self.opt_state, meta = restored

@@ -439,14 +439,18 @@ def test_no_bits_per_byte_without_a_proof(verb, tmp_path):
     changes = data.load_tokenizer(tmp_path / "model" / "tokenizer.json")
     changes.normalizer = normalizers.NFKC()
     changes.save(str(tmp_path / "changes.json"))
-    command = ("perplexity", run, "--no-record", "--index", tmp_path / "model" / "train.json", "--on-training-data")
-    command += ("--cut", "documents", "--batch", 8)
-    kept = verb(*command)["evaluations"][0]["heldout"]["all"]
+    index = tmp_path / "model" / "train.json"
+    command = ("perplexity", run, "--no-record", "--cut", "documents", "--batch", 8, "--on-training-data", "--index")
+    kept = verb(*command, index)["evaluations"][0]["heldout"]["all"]
     assert kept["bytes"] == len((train.HERE / "README.md").read_bytes())
     assert kept["bits_per_byte"] == pytest.approx(kept["ce"] * kept["tokens"] / math.log(2) / kept["bytes"])
-    found = verb(*command, "--tokenizer", tmp_path / "changes.json")["evaluations"][0]["heldout"]["all"]
+    named = reindexed(index, "named.json", tokenizer="a-name")
+    found = verb(*command, named, "--tokenizer", tmp_path / "changes.json")["evaluations"][0]["heldout"]["all"]
     assert found == kept | {"bits_per_byte": None, "bytes": None}
     assert "bits per byte are left out" in verb.said and "its normalizer (NFKC) changes the text" in verb.said
+    assert verb(*command, named, "--tokenizer", tmp_path / "model")["evaluations"][0]["heldout"]["all"] == kept
+    err = verb(*command, index, "--tokenizer", tmp_path / "changes.json", expect=2)
+    assert "expected the one that" in err and "was made with" in err
 
 
 def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
@@ -768,6 +772,23 @@ def test_checkpoints_that_do_not_say_what_they_were_trained_on(house, straight, 
     err = capsys.readouterr().err
     assert "does not say which tokenizer and EOS" in err and "the held-out data changes from sha256:" in err
     assert train.read_meta(run / "checkpoints" / "17")["data"]["vocabulary"]["eos_id"] == 0
+
+
+def test_another_tokenizer_in_the_next_stage(house, straight, monkeypatch, capsys, tmp_path):
+    """A model that goes on with ids that stand for other words, without a word."""
+    c = train.load_config(str(house.config), "cpu", [])
+    known = {"tokenizer": "none", "vocab_size": 97, "eos_id": 0}
+    monkeypatch.setattr(train, "restore_item", lambda *_: pytest.skip("far enough"))
+    for vocabulary, said in (
+        (known, ""),
+        (known | {"tokenizer": "other", "eos_id": 5}, "tokenizer is none, here it is other"),
+    ):
+        with pytest.raises(pytest.skip.Exception):
+            train.initial_state(c, train.make_mesh(c), str(straight), "params", vocabulary)
+        err = capsys.readouterr().err
+        assert said in err and ("eos_id is 0, here it is 5" in err) == bool(said) == ("WARNING" in err)
+    assert convert.main(["stage2-init", str(straight), str(tmp_path / "warm")]) == 0
+    assert train.read_meta(tmp_path / "warm" / "checkpoints" / "0")["data"]["vocabulary"] == known
 
 
 def test_tokenizers_are_told_apart_by_what_they_say(tmp_path):
