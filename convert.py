@@ -305,7 +305,7 @@ def hf_config(m: model.ModelConfig, form: int, positions: int, dtype: str, ids: 
 def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
+    except (FileNotFoundError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read as JSON: {train.first_line(e)}") from e
     expect(isinstance(content, dict), str(path), type(content).__name__, "an object")
     return content
@@ -834,7 +834,8 @@ def check_tokens(args, source: Checkpoint, hf: HuggingFace) -> tuple[np.ndarray,
     if args.tokens:
         path = data.local_path(args.tokens)
         fault = data.survey(path, 4)[0]
-        expect(fault is None, args.tokens, fault, "a token file: headless little-endian uint32")
+        if fault is not None:
+            raise ValueError(f"--tokens: {fault}")
         ids, what = np.fromfile(path, "<u4", n), args.tokens
         expect(len(ids) == n, args.tokens, f"{len(ids)} tokens", f"{n}; fix: a smaller --length or --sequences")
     elif (hf.folder / "tokenizer.json").is_file():

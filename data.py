@@ -143,7 +143,8 @@ class Busy(OSError):
 
 def os_error(e: OSError) -> str:
     """What went wrong with which file, for a person: Python says "[Errno 28] ..." first and the file last."""
-    return f"{e.filename}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
+    name = e.filename if e.filename2 is None else f"{e.filename} -> {e.filename2}"  # the second: of a copy or a rename
+    return f"{name}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
 
 
 # What open and flock say where a lock file cannot be made, or the file system has no locks.

@@ -1101,6 +1101,8 @@ def draw_samples(args) -> dict:
             raise ValueError(f"{name}: got {number}, expected a positive number below 2^31")
     if "" in args.stop:
         raise ValueError("--stop: got an empty text, expected one that ends a sample")
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in "".join([args.prompt, *args.stop])):  # how Python keeps them
+        raise ValueError("--prompt, --stop: got bytes that are no UTF-8, expected text")
     opened = open_model(args.checkpoint, args.hardware, args.set)
     tokenizer, eos_ids = (found := find_tokenizer(args.tokenizer, opened)).tokenizer, found.eos_ids
     prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos_ids[0]]  # a text begins after another
