@@ -456,7 +456,7 @@ def test_no_bits_per_byte_without_a_proof(verb, tmp_path):
 def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
     """Evaluations that are lost, or shown twice, when they are made again or when the run goes on; a record that mixes
     two settings; or one that disturbs what a resumed run compares."""
-    run = tmp_path / "run"
+    run = tmp_path / "a b[1]#2%ü*?"
     shutil.copytree(straight, run)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "checkpoints" not in p.parts}
     found = verb("perplexity", run, "--steps", "8,latest")
@@ -774,6 +774,20 @@ def test_checkpoints_that_do_not_say_what_they_were_trained_on(house, straight, 
     assert train.read_meta(run / "checkpoints" / "17")["data"]["vocabulary"]["eos_id"] == 0
 
 
+def test_resume_with_another_vocabulary(house, straight, capsys):
+    """The same ids, whose documents end elsewhere from now on; a run of weeks that ends because a file beside its data has
+    gone."""
+    folder, c = straight / "checkpoints" / str(STEPS), train.load_config(str(house.config), "cpu", [])
+    meta = train.read_meta(folder)
+    for key, now in (("eos_id", 5), ("vocab_size", 98)):
+        other = meta["data"] | {"vocabulary": meta["data"]["vocabulary"] | {key: now}}
+        with pytest.raises(ValueError, match=f"data.{key}: got {now}, expected"):
+            train.check_meta(meta, c, other, folder, [])
+    other = meta["data"] | {"vocabulary": meta["data"]["vocabulary"] | {"tokenizer": "gone.json"}}
+    train.check_meta(meta, c, other, folder, [])
+    assert "tokenizer beside the data changes from none to gone.json" in capsys.readouterr().err
+
+
 def test_another_tokenizer_in_the_next_stage(house, straight, monkeypatch, capsys, tmp_path):
     """A model that goes on with ids that stand for other words, without a word."""
     c = train.load_config(str(house.config), "cpu", [])
@@ -791,7 +805,7 @@ def test_another_tokenizer_in_the_next_stage(house, straight, monkeypatch, capsy
     assert train.read_meta(tmp_path / "warm" / "checkpoints" / "0")["data"]["vocabulary"] == known
 
 
-def test_tokenizers_are_told_apart_by_what_they_say(tmp_path):
+def test_tokenizers_are_told_apart_by_what_they_say(tmp_path, monkeypatch):
     """A copy with other spacing, or with padding stored in it, that is taken for another tokenizer; one merge that is not
     seen; the names of Ai2's tokenizer taken for two."""
     tokenizer = data.train_tokenizer(["one two one two three"], 264)
@@ -808,6 +822,10 @@ def test_tokenizers_are_told_apart_by_what_they_say(tmp_path):
     (tmp_path / "e.json").write_text("no tokenizer")
     a, b, c, d, e = (data.tokenizer_content(tmp_path / f"{x}.json") for x in "abcde")
     assert a == b == c and len({a, d, e}) == 3
+    monkeypatch.setattr(data, "DOLMA2_CONTENT", a)  # as of Ai2's own file
+    named = types.SimpleNamespace(tokenizer="allenai/dolma3-tokenizer", vocab_size=264, eos_id=0)
+    there = types.SimpleNamespace(tokenizer="c.json", vocab_size=264, eos_id=0)
+    assert data.vocabulary(tmp_path / "x", named) == data.vocabulary(tmp_path / "x", there)
     assert not data.comparable(a, "allenai/dolma2-tokenizer") and not data.comparable("x.json", "x.json")
 
 

@@ -267,20 +267,20 @@ def test_killed_and_started_again(command, tmp_path, monkeypatch):
     where = ["--tasks", "choices", "--limit", "12", "--batch", "4", "--cache"]
     monkeypatch.setattr(evaluate.Scorer, "answers", dies)
     with pytest.raises(KeyboardInterrupt):
-        command(*where, str(tmp_path / "cache"))
+        command(*where, str(tmp_path / "ca che[1]#2%?"))
     before, asked[:] = sum(asked), []
-    (db,) = (tmp_path / "cache").glob("*.db")
+    (db,) = (tmp_path / "ca che[1]#2%?").glob("*.db")
     with data.sole_writer(db):  # two at once
-        assert f"{db}: is being written by" in command(*where, str(tmp_path / "cache"), expect=1)
-    again, _ = command(*where, str(tmp_path / "cache"))
+        assert f"{db}: is being written by" in command(*where, str(tmp_path / "ca che[1]#2%?"), expect=1)
+    again, _ = command(*where, str(tmp_path / "ca che[1]#2%?"))
     assert before > 0 and sum(asked) == 48 - before
     assert again == command(*where, str(tmp_path / "fresh"))[0]
     of = again["results"][0]["of"]
     assert of["tokenizer"].startswith("sha256:") and of["tokenizer_path"].endswith("model/tokenizer.json")
     assert of["eos_ids"] == [0]
     asked.clear()
-    assert command(*where, str(tmp_path / "cache"))[0] == again and not asked
-    command(*where, str(tmp_path / "cache"), checkpoints=("uniform",))
+    assert command(*where, str(tmp_path / "ca che[1]#2%?"))[0] == again and not asked
+    command(*where, str(tmp_path / "ca che[1]#2%?"), checkpoints=("uniform",))
     assert sum(asked) == 48
 
 
@@ -394,7 +394,7 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     task = {"include": str(folder / "letters.yaml"), "task": "imports"}
     (evals / "imports.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function imports.text\n")
     done = process("lm-eval", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
-                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "cache")  # fmt: skip
+                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "ca che[1]#2%?")  # fmt: skip
     (found,) = json.loads(done.stdout)["results"]
     counts = {name: (t["n"], t["shots"]) for name, t in found["tasks"].items()}
     eight = {name.partition("@")[0]: (2, 0) for name in evaluate.CASE_STUDY}
