@@ -518,6 +518,87 @@ def load_index(path: str | os.PathLike) -> Index:
         raise DataError(f"{path}: not an index ({type(e).__name__}: {e}); fix: index again") from e
 
 
+# Of Ai2's own tokenizer.json, see `tokenizer_content`.
+DOLMA2_CONTENT = "sha256:5fe714d85dd4f5bed5b275859304740d58a31dab3688eded9da05abec76ded7b"
+
+
+def tokenizer_content(path: Path) -> str:
+    """sha256 of what decides about ids in a tokenizer.json; of Ai2's own the name. Another spacing makes no other
+    tokenizer; neither do truncation, padding and dropout, which `load_tokenizer` switches off."""
+    content = path.read_bytes()
+    try:
+        said = json.loads(content)
+        words = {k: v for k, v in said["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in words.get("merges", ())]  # of old and of new files
+        said = {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content = json.dumps(said | {"model": words | {"merges": merges}}, sort_keys=True).encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # another kind of file: its bytes stand for it
+    digest = "sha256:" + hashlib.sha256(content).hexdigest()
+    return next(iter(KNOWN_TOKENIZERS)) if digest == DOLMA2_CONTENT else digest
+
+
+def vocabulary(path: str | os.PathLike, index: Index) -> dict:
+    """What the ids of an index stand for: the tokenizer by the content of the file that the index leads to, else by
+    name, the vocabulary size and EOS. It is kept in every checkpoint."""
+    file, tokenizer = local_path(path).parent / index.tokenizer, index.tokenizer
+    if file.is_file():
+        tokenizer = tokenizer_content(file)
+    elif tokenizer in KNOWN_TOKENIZERS:  # one under two names
+        tokenizer = next(iter(KNOWN_TOKENIZERS))
+    return {"tokenizer": tokenizer, "vocab_size": index.vocab_size, "eos_id": index.eos_id}
+
+
+def comparable(*tokenizers: str | None) -> bool:
+    """A name says nothing about a content; of a tokenizer.json that is not beside its index nothing is known."""
+    if any(t is None or t.endswith(".json") for t in tokenizers):
+        return False
+    return len({t.startswith("sha256:") for t in tokenizers}) == 1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a model was trained on, as far as it is known: held-out data is compared with it."""
+
+    vocabulary: dict  # see `vocabulary`; what is not known is not in it
+    fingerprint: str | None = None
+    files: frozenset[tuple[int, str]] = frozenset()  # sizes and edge hashes; none if the index is not there any more
+
+    @classmethod
+    def of(cls, path: str | os.PathLike, index: Index) -> TrainingData:
+        return cls(vocabulary(path, index), index.fingerprint, frozenset((f.bytes, f.edge_hash) for f in index.files))
+
+    def trained_on(self, index: Index) -> int:
+        """How many files of an index the model was trained on."""
+        if index.fingerprint == self.fingerprint:
+            return len(index.files)
+        return sum((f.bytes, f.edge_hash) in self.files for f in index.files)
+
+    def check_vocabulary(self, of: dict) -> list[str]:
+        """What of the vocabulary of an index, see `described`, cannot be compared; DataError if it is another one."""
+        unknown = []
+        for key in ("tokenizer", "vocab_size", "eos_id"):
+            got, expected = of[key], self.vocabulary.get(key)
+            if expected is None or key == "tokenizer" and not comparable(got, expected):
+                unknown.append(key)
+            elif got != expected:
+                raise DataError(f"{of['index']}: {key}: got {got}, expected {expected} as in the training data; fix: "
+                                "tokenize and index this text as that was")  # fmt: skip
+        return unknown
+
+
+def described(path: str | os.PathLike, index: Index) -> dict:
+    """What a number is a number of, for those who read it later."""
+    return {
+        "index": str(path),
+        "fingerprint": index.fingerprint,
+        **vocabulary(path, index),
+        "files": len(index.files),
+        "labels": sorted({f.label for f in index.files}),
+        "instances": index.instances,
+    }
+
+
 def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
     """How a token file differs from its index entry, or None. read=False looks at its size only."""
     if (found := status(path)) is None:

@@ -923,9 +923,9 @@ def test_three_starts_from_one_checkpoint(house, imported, tmp_path, capsys):
     assert "fresh moments" in err
     c, mesh = train.assemble_config(tiny_config(house.root), "test", "cpu", []), mesh_of(1)
     with pytest.raises(ValueError, match="no moments prepared.*stage2-init"):
-        train.initial_state(c, mesh, str(imported["plain"]), "adam")
+        train.initial_state(c, mesh, str(imported["plain"]), "adam", {})
     with pytest.raises(ValueError, match="no moments prepared"):
-        train.initial_state(c, mesh, str(house.run), "adam")  # moments of the end of a stage, not prepared
+        train.initial_state(c, mesh, str(house.run), "adam", {})  # moments of the end of a stage, not prepared
     for folder, words in ((imported["plain"], "no optimizer state"), (tmp_path / "warm", "prepared start of a stage")):
         here = train.Checkpoints(shutil.copytree(folder / "checkpoints", tmp_path / f"resume {folder.name}"), None)
         with pytest.raises(ValueError, match=words):
