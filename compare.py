@@ -866,7 +866,7 @@ def import_wandb(args: argparse.Namespace) -> dict:
     report = {}
     for run, scalars in runs.items():
         folders[run].mkdir(parents=True, exist_ok=True)
-        board = EventsWriter(str(folders[run] / "events"))  # unlike SummaryWriter it keeps a tag's spaces
+        board = EventsWriter(str((folders[run] / "events").absolute()))  # unlike SummaryWriter it keeps a tag's spaces
         board.write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         by_step: dict[int, list] = {}
         for tag, values in scalars.items():

@@ -523,7 +523,7 @@ class Record:
         train.replace_file(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         self.board.mkdir(parents=True, exist_ok=True)
         before = list(self.board.glob("events.*"))
-        writer = EventsWriter(str(self.board / f"events.{time.time_ns()}"))
+        writer = EventsWriter(str((self.board / f"events.{time.time_ns()}").absolute()))
         for e in evaluations:
             values = train.evaluation_metrics(e["heldout"])
             values |= {f"eval/lm/{label}/BPB": r["bits_per_byte"] for label, r in e["heldout"].items()}

@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ import time
 import traceback
 import types
 import typing
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,7 +44,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import yaml
+from etils import epath
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -653,24 +656,70 @@ def check_vocabulary(index: "data.Index", c: Config, path: str) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
+class LiteralPath(type(epath.Path("/"))):
+    """A folder whose own name is no pattern. Orbax finds what the processes wrote with `glob`, and epath's takes brackets
+    in the name of a run for one: nothing was found, and the checkpoint stayed empty."""
+
+    def glob(self, pattern: str):
+        return map(type(self), Path(self).glob(pattern))
+
+
+def orbax_path(folder: Path) -> LiteralPath:
+    """The folder for Orbax and tensorstore; ValueError for the few names under which they would write elsewhere."""
+    # Both drop "x/.." without looking where x leads.
+    path = os.path.realpath(folder) if ".." in folder.parts else str(folder.absolute())
+    for wrong, what in (
+        ("\\" in path, "a backslash"),
+        (re.search(r"gs:(/|$)", path), "a name that ends in gs:"),
+        (re.search(r"\.__lock(/|$)", path), "a name that ends in .__lock"),
+        (re.search(r"[\udc80-\udcff]", path), "a byte that is not UTF-8"),
+        (re.match(r"/(gs|s3|az|hf)(/|$)", path), "a top folder that is called as a bucket: gs, s3, az, hf"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{path!r}: got {what}, expected a path that Orbax can write to; fix: another name, or a symbolic link"
+            )
+    return LiteralPath(path)
+
+
 class Checkpoints:
     """RUN/checkpoints/N with the items params, opt_state and meta, through Orbax's CheckpointManager, asynchronously."""
 
     def __init__(self, folder: Path, keep: int | None):
-        self.folder = folder.absolute()
+        self.folder, written = folder.absolute(), orbax_path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.manager = ocp.CheckpointManager(
-            self.folder,
+            written,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=False, save_interval_steps=1),
             item_handlers={
-                "params": ocp.PyTreeCheckpointHandler(),
-                "opt_state": ocp.PyTreeCheckpointHandler(),
+                "params": self.checked("params"),
+                "opt_state": self.checked("opt_state"),
                 "meta": ocp.JsonCheckpointHandler(),
             },
         )
-        self.step: int | None = None  # of the newest save
+        self.saving = {}  # item -> shapes and dtypes, of the newest save
+        self.failure: Exception | None = None  # of the same, after the processes have written
+        self.step: int | None = None  # of the same
         self.began: float | None = None  # while it is in flight
         self.seconds: dict[str, float] = {}  # durations, not logged yet
+
+    def checked(self, item: str) -> ocp.PyTreeCheckpointHandler:
+        """Writes an item. A save is done when all that was saved can be found: process 0 looks before the step gets its
+        name, and so before an older one is deleted."""
+        handler = ocp.PyTreeCheckpointHandler()
+        finalize = handler.finalize
+
+        def finalize_and_look(item_folder):
+            try:
+                with patient_loops():
+                    finalize(item_folder)
+                check_whole(Path(item_folder), self.saving[item])
+            except Exception as e:
+                self.failure = e
+                raise
+
+        handler.finalize = finalize_and_look
+        return handler
 
     def save(self, step: int, params, opt_state, meta: dict) -> None:
         """Begin to write step `step`; a failure of the save before this one is raised here."""
@@ -691,6 +740,8 @@ class Checkpoints:
         )
         self.wait()
         self.step, self.began = step, time.perf_counter()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, opt_state))
+        self.saving = dict(zip(("params", "opt_state"), shapes, strict=True))
         if not self.write(lambda: self.manager.save(step, args=items)):
             raise RunFailed(
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
@@ -748,7 +799,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save in flight is complete; its failure is raised here."""
-        self.write(self.manager.wait_until_finished)
+
+        def finish():
+            while self.manager.is_saving_in_progress():
+                if self.failure:  # Orbax would wait 20 minutes for the other processes, which wait for this one
+                    raise self.failure
+                time.sleep(0.01)
+            self.manager.wait_until_finished()
+
+        self.write(finish)
         if self.began is not None:
             self.seconds["checkpoint/save_async_duration_s"] = time.perf_counter() - self.began
             self.began = None
@@ -756,7 +815,7 @@ class Checkpoints:
     def durations(self) -> dict[str, float]:
         """Seconds of what ended since the last call, under OLMo-core's names: save is what training waited for,
         save_async what passed until the checkpoint was complete. A save that has failed is noticed here."""
-        if self.began is not None and not self.manager.is_saving_in_progress():
+        if self.failure or self.began is not None and not self.manager.is_saving_in_progress():
             self.wait()
         seconds, self.seconds = self.seconds, {}
         return seconds
@@ -789,19 +848,14 @@ class PatientLoop(asyncio.SelectorEventLoop):
         super().close()
 
 
-class PatientLoops(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self):
-        return PatientLoop()
-
-
 @contextlib.contextmanager
 def patient_loops():
-    policy = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(PatientLoops())
+    """Orbax makes its loops with asyncio.new_event_loop."""
+    new_event_loop, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
     try:
         yield
     finally:
-        asyncio.set_event_loop_policy(policy)
+        asyncio.new_event_loop = new_event_loop
 
 
 def read_arrays(restore: Callable):
@@ -847,7 +901,7 @@ def read_item(step_folder: Path, item: str, target):
     """One item as this process's devices need it; no process waits for another."""
     check_tree(step_folder / item, target)
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(step_folder / item, args=args))
+    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(orbax_path(step_folder / item), args=args))
 
 
 def read_meta(step_folder: Path) -> dict:
@@ -864,15 +918,17 @@ def read_meta(step_folder: Path) -> dict:
     return meta
 
 
-def check_tree(item_folder: Path, target) -> None:
-    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently."""
+def check_tree(item_folder: Path, target):
+    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently.
+    Returns what Orbax tells of each leaf."""
+    item = item_folder.name.partition(".")[0]  # in a step that is being written more follows
     if not item_folder.is_dir():
-        raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
+        raise DamagedCheckpoint(f"item {item!r} is missing ({item_folder})")
     try:
         with patient_loops():
-            tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
+            tree = ocp.PyTreeCheckpointHandler().metadata(orbax_path(item_folder)).tree
     except UNREADABLE as e:
-        raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
+        raise DamagedCheckpoint(f"item {item!r} cannot be read: {first_line(e)}") from e
 
     def leaves(tree):
         return {
@@ -887,6 +943,20 @@ def check_tree(item_folder: Path, target) -> None:
                 f"{item_folder}: {'.'.join(name)}: got {there.get(name, 'nothing')}, expected "
                 f"{wanted.get(name, 'nothing')}; fix: use the model config that this checkpoint was made with"
             )
+    return tree
+
+
+def check_whole(item_folder: Path, target) -> None:
+    """Besides, all chunks of all leaves are listed in it. None of them is read."""
+    leaves = jax.tree.leaves(check_tree(item_folder, target))
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{orbax_path(item_folder)}/"}}
+    listed = Counter(key.decode().rpartition("/")[0] for key in ts.KvStore.open(store).result().list().result())
+    for leaf in leaves:
+        pieces = zip(leaf.shape, leaf.storage.chunk_shape, strict=True)
+        expected = math.prod(-(-size // chunk) for size, chunk in pieces) + 1  # and one that describes them
+        if listed[leaf.name] != expected:
+            item = item_folder.name.partition(".")[0]
+            raise DamagedCheckpoint(f"item {item!r}: {leaf.name}: got {listed[leaf.name] - 1} of {expected - 1} chunks")
 
 
 def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, allow: Sequence[str]) -> None:
@@ -1080,7 +1150,7 @@ class MetricsLog:
         self.file = open(self.path, "a", buffering=1)  # a line is there to be read as soon as it is written
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
         (folder / "tensorboard").mkdir(exist_ok=True)
-        self.board = EventsWriter(str(folder / "tensorboard" / "events"))
+        self.board = EventsWriter(str((folder / "tensorboard" / "events").absolute()))  # "s3:x" would be an address
         purge = after_step + 1
         self.board.write_event(Event(wall_time=time.time(), step=purge, file_version="brain.Event:2"))
         self.board.write_event(
@@ -1909,6 +1979,7 @@ def main(argv=None) -> int:
         several = join_processes(args)
         c = load_config(args.config, args.hardware, args.set)
         run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")
+        orbax_path(run_dir)  # or it is refused before anything is written
         check_flags(args, c)
         cache_compilations(c)
         if args.dry_run:

@@ -62,7 +62,7 @@ def two_devices(house) -> Path:
 @pytest.fixture(scope="module")
 def pair(house) -> tuple:
     """Two processes, of which one gets SIGTERM at step 5, and which are started again."""
-    run_dir, logs = house.root / "pair", house.root / "pair logs"
+    run_dir, logs = house.root / "a pair[1]*?", house.root / "pair logs"
     stopped = finish(start(house, run_dir, hooks={0: ("step", 5, signal.SIGTERM)}), 143)
     steps = steps_in(run_dir)
     return run_dir, logs, stopped, steps, finish(start(house, run_dir, logs=logs))

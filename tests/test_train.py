@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -26,8 +27,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 import yaml
 from harness import (
     BATCH,
@@ -111,6 +114,19 @@ def test_killed_run_continues_to_the_bit(house, straight, tmp_path, kills, last)
     house.run(tmp_path, f"loader_workers={last}")
     assert_same_run(tmp_path, straight)
     assert steps_in(tmp_path) == {"4", "8", "12", "16"}  # and no half of a save is left
+
+
+def test_run_below_an_odd_name(house, straight, tmp_path):
+    """A folder with brackets, as sweeps call theirs: what is saved below it is not all there, and a resume sets the only
+    good step aside."""
+    run_dir = tmp_path / "a b[1]#2%ü*?"
+    process = house.start(run_dir, "run.keep_checkpoints=1", hook=("save", 12, signal.SIGKILL))
+    assert process.wait(timeout=120) == -signal.SIGKILL, process.communicate()
+    assert "8" in steps_in(run_dir)
+    _, err = house.run(run_dir, "run.keep_checkpoints=1")
+    assert f"resuming from {run_dir / 'checkpoints'}/" in err and "damaged" not in err
+    assert_same_run(run_dir, straight)
+    assert steps_in(run_dir) == {"16"}
 
 
 def test_signals_save_the_last_finished_step(house, straight, tmp_path):
@@ -361,8 +377,124 @@ def test_damaged_checkpoint_is_set_aside(main, straight, tmp_path, capsys, kind)
     assert_same_checkpoint(run_dir, straight)
 
 
-def test_reads_end_before_the_loop_they_report_to():
-    """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process."""
+def tiny_state():
+    params = {"embed": jnp.arange(12.0).reshape(3, 4), "wq": jnp.ones((2, 3, 5))}
+    return params, optax.adam(0.1).init(params)[0]
+
+
+ODD_NAMES = [
+    "a b[1]#2%ü*?", "**", "[!a]", "-dash", "{a}$HOME;`x`", "new\nline", "'single\"double", "x~", "..x", " ", "s3:", "gs",
+    "a:b|c", "%s%d%20", "1.orbax-checkpoint-tmp", "ocdbt.process_0", "n" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_checkpoints_below_any_name(tmp_path, name):
+    """A name that a library reads as a pattern, an address or a format: a checkpoint that is reported as saved and lacks
+    its arrays, or lies elsewhere, or is never deleted; the leavings of another that was killed taken for one."""
+    folder = tmp_path / name / "checkpoints"
+    params, state = tiny_state()
+    meta = {"format_version": train.FORMAT_VERSION, "step": 0, "instances_seen": 0, "data": {}, "config": {}}
+    (folder / "3.orbax-checkpoint-tmp" / "params.orbax-checkpoint-tmp").mkdir(parents=True)
+    for steps in ((1, 2), (3,)):
+        checkpoints = train.Checkpoints(folder, 1)
+        for step in steps:
+            checkpoints.save(step, params, state._replace(mu=jax.tree.map(lambda x: x + step, params)), meta)  # noqa: B023
+        checkpoints.close()
+    assert [p.name for p in folder.iterdir()] == ["3"]
+    assert train.read_meta(folder / "3") == meta
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for item, tree in (("params", params), ("opt_state", state._replace(mu=jax.tree.map(lambda x: x + 3, params)))):
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+        jax.tree.map(np.testing.assert_array_equal, train.read_item(folder / "3", item, target), tree)
+
+
+def test_checkpoints_behind_a_link(tmp_path):
+    """ "link/.." that one library takes for the folder above the link and another for the one above what it points to: the
+    arrays of a checkpoint far from its metadata. A link is also the way out where a name is refused."""
+    (tmp_path / "far" / "off\\").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "off\\")
+    params, state = tiny_state()
+    for folder in (tmp_path / "link" / ".." / "up", tmp_path / "link" / "down"):
+        checkpoints = train.Checkpoints(folder, None)
+        checkpoints.save(1, params, state, {})
+        checkpoints.close()
+    for folder in (tmp_path / "far" / "up", tmp_path / "far" / "off\\" / "down"):
+        assert (folder / "1" / "params" / "manifest.ocdbt").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["far", "link"]
+
+
+@pytest.mark.parametrize(
+    "path, named",
+    [
+        ("back\\slash", "a backslash"),
+        ("logs:/x", "ends in gs:"),
+        ("logs:", "ends in gs:"),
+        ("x.__lock/y", "ends in .__lock"),
+        (os.fsdecode(b"caf\xe9"), "not UTF-8"),
+        ("/gs/bucket/x", "called as a bucket"),
+    ],
+)
+def test_paths_that_orbax_cannot_write(house, main, tmp_path, capsys, path, named):
+    """A run of hours that meets at its first save, or never, that its checkpoints cannot lie there; arrays that are
+    written into another folder (a backslash)."""
+    assert main(tmp_path / path) == 2
+    assert named in (err := capsys.readouterr().err.splitlines()[-1]) and "symbolic link" in err
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+@pytest.mark.parametrize("name", ["s3:x", "gs:", "%s[1]"])
+def test_log_below_any_name(tmp_path, monkeypatch, name):
+    """A relative folder whose name begins as an address: TensorBoard's writer asks for a library of that storage."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    log = train.MetricsLog(Path(name), 0, Path(name))
+    log.write(1, {"train/CE loss": 2.5})
+    log.close()
+    assert board(tmp_path / name) == {"train/CE loss": [1]} and rows(tmp_path / name)[0]["step"] == 1
+
+
+def test_save_that_is_not_whole_is_no_checkpoint(tmp_path, monkeypatch):
+    """A listing that does not show what the processes wrote (a name taken for a pattern, a file system that lags): an
+    empty checkpoint that is reported as saved, for which the good one before it is deleted; several processes that wait
+    20 minutes for each other before they say so."""
+    params, state = tiny_state()
+    checkpoints = train.Checkpoints(tmp_path, 1)
+    checkpoints.save(1, params, state, {})
+    checkpoints.wait()
+    monkeypatch.setattr(train.LiteralPath, "glob", lambda self, pattern: iter(()))
+    checkpoints.save(2, params, state, {})
+    monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)  # the others wait for this process
+    with pytest.raises(
+        train.RunFailed, match="/2: a checkpoint could not be written: item 'params' cannot be read: NOT_F"
+    ):
+        checkpoints.wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2.orbax-checkpoint-tmp"}
+
+
+def test_chunk_that_is_missing_is_named(tmp_path):
+    """A checkpoint without the part of one process: every leaf is listed, the numbers of some are not all there."""
+    params, state = tiny_state()
+    checkpoints = train.Checkpoints(tmp_path, None)
+    checkpoints.save(1, params, state, {})
+    checkpoints.close()
+    train.check_whole(tmp_path / "1" / "params", params)
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/1/params/"}}
+    ts.KvStore.open(store).result().write("wq/0.0.0", None).result()
+    with pytest.raises(train.DamagedCheckpoint, match="item 'params': wq: got 0 of 1 chunks"):
+        train.check_whole(tmp_path / "1" / "params", params)
+
+
+def test_reads_end_before_the_loop_they_report_to(monkeypatch):
+    """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process. Event
+    loop policies, which warn from Python 3.14 on and are gone in 3.16."""
+    asyncio.set_event_loop(None)  # Python's own policy is made at the first need
+    for name in ("set_event_loop_policy", "get_event_loop_policy", "DefaultEventLoopPolicy"):
+        monkeypatch.delattr(asyncio, name, raising=False)
+    spec = importlib.util.spec_from_file_location("train_without_policies", train.__file__)
+    later = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, later)
+    spec.loader.exec_module(later)
     ended = []
 
     async def other_leaf():
@@ -375,8 +507,8 @@ def test_reads_end_before_the_loop_they_report_to():
     async def leaves():
         await asyncio.gather(damaged_leaf(), other_leaf())
 
-    with pytest.raises(train.DamagedCheckpoint, match="not a chunk"):
-        train.read_arrays(lambda: run_sync(leaves()))
+    with pytest.raises(later.DamagedCheckpoint, match="not a chunk"):
+        later.read_arrays(lambda: run_sync(leaves()))
     assert ended == [True]
 
 
