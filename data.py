@@ -473,6 +473,23 @@ def write_index(index: Index, path: Path) -> None:
         f.write(json.dumps(dataclasses.asdict(index), indent=1).encode() + b"\n")
 
 
+def find_index(path: str | os.PathLike, data_root: str | os.PathLike | None = None) -> Path:
+    """The index that a config names, so that a config works from every folder: the path as it is, from the current
+    folder, else below the data root, else beside this file. A place other than the first is said."""
+    given, places = local_path(path), [local_path(path)]
+    if not given.is_absolute():
+        roots = [] if data_root is None else [local_path(data_root) / given, local_path(data_root) / given.name]
+        places += [*roots, Path(__file__).resolve().parent / given]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        looked = ", ".join(dict.fromkeys(str(place.absolute()) for place in places))
+        fix = f"fix: give another path or --data-root, or python data.py index ... --out {path}"
+        raise DataError(f"{path}: got no such file, expected an index; looked for {looked}; {fix}")
+    if found.resolve() != given.resolve():
+        print(f"data.py: {path} is taken from {found}", file=sys.stderr)
+    return found
+
+
 def load_index(path: str | os.PathLike) -> Index:
     """Reads and checks an index; touches no token file."""
     path = local_path(path)
@@ -656,9 +673,11 @@ class BatchSource:
 
     `states` are size and time of modification (ns) of every file when the run opened it, by path."""
 
-    def __init__(self, index: Index, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict):
-        self.index, self.config, self.root, self.order_dir, self.rows = index, config, root, order_dir, rows
-        self.states = states
+    def __init__(
+        self, index: Index, path: Path, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict
+    ):
+        self.index, self.path, self.config, self.root, self.rows = index, path, config, root, rows
+        self.order_dir, self.states = order_dir, states
         self.instances = index.instances
         self.batches_per_epoch = self.instances // config.global_batch
         self.usable = self.batches_per_epoch * config.global_batch
@@ -765,18 +784,19 @@ def open_data(
 
 
 def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> BatchSource:
-    index = load_index(config.index)
+    path = find_index(config.index, data_root)
+    index = load_index(path)
     if config.sequence_length != index.sequence_length:
-        got = f"got {config.sequence_length} in the config, {index.sequence_length} in {config.index}"
+        got = f"got {config.sequence_length} in the config, {index.sequence_length} in {path}"
         raise DataError(f"sequence_length: {got}; fix: build an index for this length")
     if config.mask_token is not None and not 0 <= config.mask_token < index.vocab_size:
         raise DataError(f"mask_token: got {config.mask_token}, expected an id below {index.vocab_size}")
     rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
     if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
         raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
-    root = local_path(config.index).parent if data_root is None else local_path(data_root)
+    root = path.parent if data_root is None else local_path(data_root)
     if not read:
-        return InstanceSource(index, config, root, order_dir, rows, {})
+        return InstanceSource(index, path, config, root, order_dir, rows, {})
 
     def look(file: TokenFile) -> tuple[str | None, int]:
         found = status(root / file.path)
@@ -787,7 +807,7 @@ def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> 
         more = f"; {len(faults) - 1} more files are bad: python data.py verify lists them" if len(faults) > 1 else ""
         raise DataError(faults[0] + more)
     states = {file.path: (file.bytes, time) for file, (_, time) in zip(index.files, found, strict=True)}
-    return BatchSource(index, config, root, order_dir, rows, states)
+    return BatchSource(index, path, config, root, order_dir, rows, states)
 
 
 class TokenCheck:
@@ -833,7 +853,7 @@ class EvaluationBatches:
         document_mask: bool = False,
         limit: int | None = None,
     ):
-        length = load_index(index_path).sequence_length
+        length = load_index(find_index(index_path, data_root)).sequence_length
         config = DataConfig(str(index_path), "sequential", 0, length, batch, False, mask_token, document_mask)
         self.source = _open(config, data_root, None, rows)
         n = self.source.instances

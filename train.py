@@ -18,17 +18,21 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -159,14 +163,23 @@ def build(kind, value, where: str):
 
 
 def load_config(config: str, hardware: str | None, overrides: list[str]) -> Config:
-    """Read and check both files. Without `hardware` the file is chosen by the device that jax finds."""
+    """Read and check both files. Without `hardware` the file is chosen by the device that jax finds; RUN/config.yaml,
+    the record of a run, brings its own."""
     path = find_config(config, HERE / "configs")
     return assemble_config(read_yaml(path), str(path), hardware, overrides)
 
 
 def assemble_config(science: dict, name: str, hardware: str | None, overrides: list[str]) -> Config:
     """Config from the six science sections (`name`: where they come from), a hardware file and --set overrides."""
-    machine = read_yaml(find_config(hardware or detect_hardware(), HERE / "configs" / "hardware"))
+    recorded = science.get("hardware")
+    science = {key: value for key, value in science.items() if key != "hardware"}
+    if recorded is not None and hardware is None:
+        machine = recorded
+        say(f"hardware: as {name} says; --hardware takes another")
+    else:
+        machine = read_yaml(find_config(hardware or detect_hardware(), HERE / "configs" / "hardware"))
+    if not isinstance(machine, dict):
+        raise ValueError(f"{name}: hardware: got {machine!r}, expected a mapping")
     for raw, allowed, other, kind in ((science, SCIENCE, HARDWARE, "config"), (machine, HARDWARE, SCIENCE, "hardware")):
         for key in raw:
             if key in other:
@@ -196,8 +209,10 @@ def check_config(c: Config) -> None:
             f"model.window: got {c.model.window}, expected at most data.sequence_length {c.data.sequence_length}"
         )
     for name in ("steps", "checkpoint_every", "log_every", "eval_every"):
-        if getattr(c.run, name) < 1:
-            raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number")
+        if not 1 <= getattr(c.run, name) < 2**31:
+            raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected 1 to 2^31 - 1")
+    if not 0 <= c.run.seed < 2**32:
+        raise ValueError(f"run.seed: got {c.run.seed}, expected 0 to 2^32 - 1")
     for name in ("keep_checkpoints", "eval_batches"):
         if getattr(c.run, name) is not None and getattr(c.run, name) < 1:
             raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number or null")
@@ -214,6 +229,17 @@ def check_config(c: Config) -> None:
         )
     if fault := run_name_fault(c.run.name):
         raise ValueError(fault)
+
+
+def check_length(c: Config) -> None:
+    """A run ends where its learning rate does; evaluation does not mind."""
+    last, number = c.schedule[-1], len(c.schedule) - 1
+    if last.kind != "constant" and c.run.steps > last.total_steps:
+        raise ValueError(
+            f"run.steps: got {c.run.steps}, expected at most schedule.{number}.total_steps {last.total_steps}, where the "
+            f"learning rate has come to its end; fix: a longer curve (--set schedule.{number}.total_steps={c.run.steps}, "
+            "on a resume with --allow schedule), or a last piece of kind constant, which has no end"
+        )
 
 
 def detect_hardware() -> str:
@@ -357,7 +383,7 @@ def with_shardings(shapes, mesh, specs):
 def init_state(c: Config, mesh):
     """(params, optimizer state) of step 0, made where they live: no device ever holds a whole matrix."""
     params_to, state_to = shardings(mesh, state_specs(c))
-    params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(c.run.seed)
+    params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(np.uint32(c.run.seed))
     return params, jax.jit(optimizer(c).init, out_shardings=state_to)(params)
 
 
@@ -459,7 +485,7 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
 
 def cache_compilations(c: Config) -> None:
     if c.hardware.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", str(data.local_path(c.hardware.compilation_cache)))
 
 
 def check_compiler_options(c: Config) -> None:
@@ -636,7 +662,7 @@ class Checkpoints:
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
             )
 
-    def restore_latest(self, c: Config, mesh, data_identity: dict):
+    def restore_latest(self, c: Config, mesh, data_identity: dict, allow: Sequence[str] = ()):
         """(step, params, opt_state, meta) of the newest usable checkpoint, or None if there has never been one.
 
         A step that cannot be read is reported, renamed to N.damaged (nothing is deleted) and the one before it used.
@@ -647,7 +673,7 @@ class Checkpoints:
             folder, damage = self.folder / str(step), None
             try:
                 meta = read_meta(folder)
-                check_meta(meta, c, data_identity, folder)
+                check_meta(meta, c, data_identity, folder, allow)
                 state = dict(zip(("params", "opt_state"), state_shapes(c, mesh), strict=True))
                 for item in state:
                     state[item] = read_item(folder, item, state[item])
@@ -829,8 +855,9 @@ def check_tree(item_folder: Path, target) -> None:
             )
 
 
-def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
-    """Refuse to resume another run; announce what is allowed to change."""
+def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, allow: Sequence[str]) -> None:
+    """Refuse to resume another run. What changes the science of this one is refused unless --allow names it; what only
+    steers it (run.*) may change. Both are said."""
     if "opt_state" not in meta.get("items", ["opt_state"]):
         raise ValueError(
             f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
@@ -848,26 +875,34 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
         )
     for key, now in data_identity.items():
         then = meta["data"].get(key)
-        if then == now:
+        if then == now or key == "usable":
             continue
-        if key == "global_batch":
-            if meta["instances_seen"] >= min(data_identity["usable"], meta["data"]["usable"]):
-                raise ValueError(
-                    f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
-                )
-            say(
-                f"data.global_batch changes from {then} to {now}; the position stays at instance {meta['instances_seen']}"
-            )
-        elif key != "usable":
+        if key != "global_batch":
             raise ValueError(f"{where}: data.{key}: got {now}, expected {then} as in the run; fix: use the run's own data "
                              "or another --run-dir")  # fmt: skip
+        if meta["instances_seen"] >= min(data_identity["usable"], meta["data"]["usable"]):
+            raise ValueError(
+                f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
+            )
     then, now = flatten(meta["config"]), flatten(science_dict(c))
+    refused = []
     for key in sorted(then.keys() | now.keys()):
-        if then.get(key) == now.get(key) or key in ("data.global_batch", "data.index"):
+        if then.get(key) == now.get(key) or key == "data.index":  # where it lies; its fingerprint is compared above
             continue
+        difference = f"{key}: got {now.get(key)}, expected {then.get(key)} as in the run"
         if key.startswith("model.") and key not in ("model.compute_dtype", "model.grad_reduce_dtype"):
-            raise ValueError(f"{where}: {key}: got {now.get(key)}, expected {then.get(key)} as in the run")
-        say(f"{key} changes from {then.get(key)} to {now.get(key)}")
+            raise ValueError(f"{where}: {difference}; fix: another --run-dir")
+        if key == "optim.skip_window":
+            raise ValueError(
+                f"{where}: {difference}; the window is a part of the state; fix: a new run with --init-from"
+            )
+        if key.startswith("run.") or any(f"{key}.".startswith(f"{allowed}.") for allowed in allow):
+            say(f"{key} changes from {then.get(key)} to {now.get(key)}")
+        else:
+            refused.append(difference)
+    if refused:
+        keys = " ".join(f"--allow {difference.split(':')[0]}" for difference in refused)
+        raise ValueError(f"{where}: {'; '.join(refused)}; fix: leave them as they were, or {keys} if it is meant")
 
 
 def science_dict(c: Config) -> dict:
@@ -884,7 +919,7 @@ def flatten(tree, prefix: str = "") -> dict:
 
 def find_checkpoint(path: str) -> Path:
     """CKPT on a command line: RUN/checkpoints/N, or a run directory (its newest step that is complete)."""
-    p = Path(path)
+    p = data.local_path(path)
     if (p / "params").is_dir():
         return p.absolute()
     folder = p / "checkpoints" if (p / "checkpoints").is_dir() else p
@@ -954,19 +989,23 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard, every step, under the names of Ai2's dashboard. Only process 0 writes.
 
     Starting after step N forgets what a dead run had logged past N: the file is cut, TensorBoard is told to purge.
+    They are written in `folder`: the run directory, or a local one from which `sync` copies them there.
     """
 
-    def __init__(self, run_dir: Path, after_step: int):
+    def __init__(self, run_dir: Path, after_step: int, folder: Path):
         self.enabled = jax.process_index() == 0
         self.evaluated = 0  # newest step whose held-out evaluation is in the file
         if not self.enabled:
             return
-        self.path = run_dir / "metrics.jsonl"
+        self.run_dir, self.folder, self.path = run_dir, folder, folder / "metrics.jsonl"
+        if folder != run_dir:  # what a start before this one left there has been copied, or lies behind the checkpoint
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".jsonl.tmp")
         last = 0
         with open(temporary, "w") as kept:
             try:
-                for line, row in read_metrics(self.path):
+                for line, row in read_metrics(run_dir / "metrics.jsonl"):
                     if row["step"] <= after_step:
                         kept.write(line)
                         last = max(last, row["step"])
@@ -976,14 +1015,15 @@ class MetricsLog:
                     raise
                 say(f"{e}; it lies behind the checkpoint and is left out")  # a machine that lost power wrote it in part
             if last < after_step:
-                say(f"{self.path}: holds steps up to {last}, the checkpoint those up to {after_step}: a gap remains")
+                say(f"{run_dir / 'metrics.jsonl'}: holds steps up to {last}, the checkpoint those up to {after_step}: a "
+                    "gap remains")  # fmt: skip
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(temporary, self.path)
         self.file = open(self.path, "a", buffering=1)  # a line is there to be read as soon as it is written
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
-        (run_dir / "tensorboard").mkdir(exist_ok=True)
-        self.board = EventsWriter(str(run_dir / "tensorboard" / "events"))
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self.board = EventsWriter(str(folder / "tensorboard" / "events"))
         purge = after_step + 1
         self.board.write_event(Event(wall_time=time.time(), step=purge, file_version="brain.Event:2"))
         self.board.write_event(
@@ -1000,11 +1040,18 @@ class MetricsLog:
         self.board.flush()
 
     def sync(self) -> None:
-        """Everything written so far is on disk when this returns."""
-        if self.enabled:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.board.flush()
+        """Everything written so far is on disk, in the run directory, when this returns."""
+        if not self.enabled:
+            return
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.board.flush()
+        if self.folder != self.run_dir:
+            for path in (self.path, *(self.folder / "tensorboard").iterdir()):
+                target = self.run_dir / path.relative_to(self.folder)
+                target.parent.mkdir(exist_ok=True)
+                with data.replacing(target) as f, open(path, "rb") as ours:
+                    shutil.copyfileobj(ours, f)
 
     def close(self) -> None:
         if self.enabled:
@@ -1195,26 +1242,78 @@ class Stop:
         return self.code is not None
 
 
+said_at = 0.0  # of the last line, on time.monotonic's clock
+
+
 def say(message: str) -> None:
     """A line on standard error, from process 0, that leaves a progress bar whole."""
+    global said_at
     if jax.process_index() == 0:
         tqdm.write(message, file=sys.stderr)
         sys.stderr.flush()
+        said_at = time.monotonic()
+
+
+class Alive:
+    """Says at least every `every` seconds what the run does, as long as it gets on: whoever waits for it, a launcher
+    above all, can tell a long compilation or evaluation from a process that hangs, which is silent.
+
+    What can be counted is (steps, batches); while nothing can (`busy`: a compilation, a restore, a save), the process
+    gets on if it uses a twentieth of a core or moves a megabyte. Not beside a progress bar, which a person looks at.
+    """
+
+    def __init__(self, every: float):
+        self.every, self.ended = every, threading.Event()
+        self.now("starting", busy=True)
+        if jax.process_index() == 0 and not sys.stderr.isatty():
+            threading.Thread(target=self.watch, daemon=True).start()
+
+    def now(self, what: str, busy: bool = False) -> None:
+        self.what, self.busy, self.since, self.done = what, busy, time.monotonic(), 0
+
+    def tick(self) -> None:
+        """One more of what is counted is done."""
+        self.done, self.busy = self.done + 1, False
+
+    def watch(self) -> None:
+        marked_at, mark, used = time.monotonic(), None, resources_used()
+        while not self.ended.wait(self.every / 4):
+            now = time.monotonic()
+            if now - max(said_at, marked_at) < self.every:
+                continue
+            before, mark, spent, used = mark, (self.since, self.done), used, resources_used()
+            worked = used[0] - spent[0] > 0.05 * (now - marked_at) or used[1] - spent[1] > 2**20
+            marked_at = now
+            if mark != before or (self.busy and worked):
+                say(f"{self.what}{f', {self.done} done' if self.done else ''} ({clock(now - self.since)})")
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+def resources_used() -> tuple[float, int]:
+    """(CPU seconds, bytes read and written) of this process so far; without Linux's /proc the first alone."""
+    moved = 0
+    with contextlib.suppress(OSError), open("/proc/self/io") as lines:
+        moved = sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return time.process_time(), moved
 
 
 class Progress:
-    """A bar on a terminal, a line every run.log_every steps elsewhere; on standard error."""
+    """A bar on a terminal, a line every run.log_every steps elsewhere; on standard error. The bar begins with the first
+    step that is done, so that its time left does not count the compilation."""
 
-    def __init__(self, start: int, total: int, every: int):
+    def __init__(self, total: int, every: int):
         self.every, self.total, self.bar = every, total, None
-        if sys.stderr.isatty() and jax.process_index() == 0:
-            self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05)
+        self.on_terminal = sys.stderr.isatty() and jax.process_index() == 0
 
     def update(self, step: int, values: dict, tokens_a_step: int, recent_seconds: list[float]) -> None:
         seconds = float(np.mean(recent_seconds)) if recent_seconds else None
         speed = f"{tokens_a_step / seconds:,.0f} tok/s" if seconds else "compiled"
         text = f"CE {values['train/CE loss']:.3f}  {speed}"
-        if self.bar is not None:
+        if self.on_terminal:
+            if self.bar is None:
+                self.bar = tqdm(total=self.total, initial=step, unit="step", dynamic_ncols=True, smoothing=0.05)
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % self.every == 0 or step == self.total:
@@ -1227,6 +1326,25 @@ class Progress:
             self.bar.close()
 
 
+class Skips:
+    """Says which finite steps the skip rule left out: each if they are rare, else a count a minute; a streak warns."""
+
+    def __init__(self, sigma: float):
+        self.sigma, self.streak, self.unsaid, self.said_at = sigma, 0, 0, -np.inf
+
+    def __call__(self, step: int, skipped: bool, loss: float, grad_norm: float) -> None:
+        self.streak = self.streak + 1 if skipped else 0
+        self.unsaid += skipped
+        long_streak = self.streak >= 4 and self.streak & (self.streak - 1) == 0  # the 4th, 8th, 16th, ... in a row
+        if not skipped or not (long_streak or time.monotonic() - self.said_at > 60):
+            return
+        more = f" ({self.unsaid} since the last such line)" if self.unsaid > 1 else ""
+        warning = f"WARNING: {self.streak} steps in a row skipped: nothing is learnt; " if long_streak else ""
+        say(f"{warning}step {step} skipped: CE {loss:.3f} or gradient norm {grad_norm:.2f} is more than {self.sigma:g} "
+            f"standard deviations above its last values{more}")  # fmt: skip
+        self.unsaid, self.said_at = 0, time.monotonic()
+
+
 def clock(seconds: float) -> str:
     s = int(round(seconds))
     return f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" if s >= 3600 else f"{s // 60}:{s % 60:02}"
@@ -1235,11 +1353,14 @@ def clock(seconds: float) -> str:
 class Run:
     """One training run between two starts: its state, and what happens to it around the jitted step."""
 
-    def __init__(self, c: Config, run_dir: Path, data_root: str | None, profile: int):
-        self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), profile
+    def __init__(self, c: Config, run_dir: Path, args: argparse.Namespace):
+        self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), args.profile
+        self.alive, self.allow, data_root = Alive(args.alive_every), args.allow, args.data_root
+        self.local_dir = run_dir if args.local_dir is None else data.local_path(args.local_dir) / run_dir.name
+        check_length(c)
         check_compiler_options(c)
         self.rows = local_rows(self.mesh, c)
-        self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
+        self.source = data.open_data(c.data, data_root, self.local_dir / "order", rows=self.rows)
         check_vocabulary(self.source.index, c, c.data.index)
         self.held_out = None
         if c.run.eval_index is not None:
@@ -1256,6 +1377,7 @@ class Run:
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
         }
+        self.skips = Skips(c.optim.skip_sigma)
         self.token_check = data.TokenCheck(self.source.index, c.data.mask_token)
         self.tracing = False
         self.pending = None  # (step, instances seen, metrics on the device, seconds of loading) of the step in flight
@@ -1265,7 +1387,8 @@ class Run:
     def begin(self, init_from: str | None, init_state_kind: str) -> bool:
         """Take the state of the newest checkpoint or of step 0; False if the run is complete already."""
         c, began = self.c, time.perf_counter()
-        restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity)
+        self.alive.now("restoring the newest checkpoint, or making the first state", busy=True)
+        restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity, self.allow)
         if restored is None:
             say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
             self.params, self.opt_state = initial_state(c, self.mesh, init_from, init_state_kind)
@@ -1296,17 +1419,19 @@ class Run:
         """All steps that are left; returns the exit code."""
         c = self.c
         step_fn = compile_train_step(c, self.mesh)
-        self.metrics = MetricsLog(self.run_dir, self.start)
-        self.progress = Progress(self.start, c.run.steps, c.run.log_every)
+        self.metrics = MetricsLog(self.run_dir, self.start, self.local_dir)
+        self.progress = Progress(c.run.steps, c.run.log_every)
         end = self.seen + (c.run.steps - self.start) * c.data.global_batch
+        self.alive.now("reading the order of the data", busy=True)
         batches = data.loader(self.source, self.seen, end, workers=c.hardware.loader_workers)
         with contextlib.ExitStack() as at_exit:
             for thing in (self.metrics, self.progress, batches, self.checkpoints):
                 at_exit.callback(thing.close)
             at_exit.callback(self.end_trace)
-            inputs_are_checked()
+            at_exit.push(self.log_what_is_done)
             if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
                 self.evaluate(self.start)  # a signal or a kill had cut it short
+            self.alive.now("compiling the training step", busy=True)
             for step in range(self.start + 1, c.run.steps + 1):
                 self.trace(step)
                 began = time.perf_counter()
@@ -1314,9 +1439,12 @@ class Run:
                 loading = time.perf_counter() - began
                 for message in self.token_check(batch["tokens"]):
                     say(message)
+                inputs_are_checked()  # a launcher does not try again what fails before the first step
                 on_device = to_device(batch, self.rows, self.mesh, c)
                 self.params, self.opt_state, m = step_fn(self.params, self.opt_state, on_device, np.int32(step))
                 self.seen += c.data.global_batch
+                if step == self.start + 1:
+                    self.alive.now(f"training from step {step} on")
                 self.finish_pending()  # log the step before, while this one is computed
                 self.pending = (step, self.seen, m, loading)
                 leave = self.stop.requested(step)
@@ -1327,12 +1455,25 @@ class Run:
                     self.finish_pending()
                     self.save(step)
                 if leave:
+                    self.alive.now(f"writing checkpoint {step}", busy=True)
                     self.checkpoints.wait()
                     say(f"stopped by a signal: step {step} is saved in {self.checkpoints.folder / str(step)}")
                     return self.stop.code
+            self.alive.now("writing the last checkpoint", busy=True)
         if jax.process_index() == 0:
             self.summarise()
         return 0
+
+    def log_what_is_done(self, kind, *_) -> None:
+        """The step in flight when something else fails is logged if it is, or soon will be, done. (A step that waits for
+        a process that has ended never will be.)"""
+        deadline = time.monotonic() + 10
+        while kind is not None and issubclass(kind, Exception) and self.pending is not None:
+            if all(x.is_ready() for x in self.pending[2].values()):
+                self.finish_pending()
+            elif time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
 
     def trace(self, step: int) -> None:
         """Begin or end the profile that --profile asks for: some steps after the third, which are like all later ones."""
@@ -1381,7 +1522,9 @@ class Run:
             values |= utilisation(self.c, tokens_a_device / seconds, self.mesh.devices.flat[0].device_kind)
         self.metrics.write(step, values)
         self.progress.update(step, values, self.tokens_a_step, self.seconds_a_step[-20:])
+        self.alive.tick()
         streak = int(m["nonfinite_in_a_row"])
+        self.skips(step, bool(m["skipped"]) and not streak, float(m["ce"]), float(m["grad_norm"]))
         if streak:
             leaf = int(m["first_nonfinite_gradient"])
             what = f"the gradient of {list(model.ledger(self.c.model))[leaf]}" if leaf >= 0 else "the loss"
@@ -1400,7 +1543,16 @@ class Run:
     def evaluate(self, step: int) -> bool:
         """Held-out loss after `step`; False if a signal cut it short (it is made up for after the restart)."""
         began = time.perf_counter()
-        results = self.held_out(self.params, self.progress.bar is not None, lambda: self.stop.code is not None)
+        self.alive.now(f"step {step}: evaluating {len(self.held_out.batches)} batches", busy=True)
+        asked = itertools.count()
+
+        def should_stop() -> bool:  # asked before each batch
+            if next(asked):
+                self.alive.tick()
+            return self.stop.code is not None
+
+        results = self.held_out(self.params, self.progress.on_terminal, should_stop)
+        self.alive.now(f"training from step {step + 1} on")
         if results is None:
             return False
         clock_and_size = {
@@ -1418,6 +1570,7 @@ class Run:
     def save(self, step: int) -> None:
         """Begin the asynchronous save of the state after `step`; all its metrics are on disk before."""
         began = time.perf_counter()
+        self.alive.now(f"saving step {step}", busy=True)
         self.metrics.sync()
         meta = {
             "format_version": FORMAT_VERSION,
@@ -1425,13 +1578,14 @@ class Run:
             "instances_seen": self.seen,
             "tokens_seen": self.seen * self.c.data.sequence_length,
             "items": ["params", "opt_state", "meta"],
-            "data": self.data_identity,
+            "data": self.data_identity | {"index_path": str(self.source.path.resolve())},
             "config": science_dict(self.c),
             "checksums": {"params": checksums(self.params), "opt_state": checksums(self.opt_state)},
             "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
         }
         self.checkpoints.save(step, self.params, self.opt_state, meta)
         self.checkpoints.seconds["checkpoint/save_duration_s"] = time.perf_counter() - began
+        self.alive.now(f"training from step {step + 1} on")
         self.saved = step
 
     def summarised(self) -> int | None:
@@ -1443,36 +1597,41 @@ class Run:
             return None
 
     def summarise(self) -> None:
-        """summary.json, the same on standard output, and curves.png."""
-        final, skipped = {}, 0
+        """summary.json, the same on standard output, and curves.png; null is what metrics.jsonl does not tell, as when
+        only the checkpoints were copied."""
+        final, skipped = {}, []
         for _, row in read_metrics(self.run_dir / "metrics.jsonl"):
             final |= row
-            skipped += row.get("optim/step_skipped", 0)
+            skipped += [row["optim/step_skipped"]] if "optim/step_skipped" in row else []
         seconds = float(np.median(self.seconds_a_step)) if self.seconds_a_step else None
         summary = {
-            "step": final["step"],
-            "ce": final["train/CE loss"],
+            "step": self.saved,
+            "ce": final.get("train/CE loss"),
             "heldout_ce": final.get("eval/lm/all/CE loss"),
-            "tokens": final["throughput/total tokens"],
+            "tokens": self.seen * self.c.data.sequence_length,
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
-            "skipped_steps": skipped,
+            "skipped_steps": sum(skipped) if skipped else None,
             **{tag: final[tag] for tag in final if re.match("throughput/device/(TFLOPs|MFU)", tag)},  # of the last step
-            "checkpoint": str(self.run_dir / "checkpoints" / str(final["step"])),
-            "curves": str(draw_curves(self.run_dir)),
+            "checkpoint": str(self.run_dir / "checkpoints" / str(self.saved)),
+            "curves": str(draw_curves(self.run_dir)) if skipped else None,
         }
         text = json.dumps(summary, indent=1) + "\n"
         replace_file(self.run_dir / "summary.json", text)
         print(text, end="", flush=True)
 
 
-def train(c: Config, run_dir: Path, data_root: str | None, init_from, init_state_kind: str, profile: int = 0) -> int:
+def train(c: Config, run_dir: Path, args: argparse.Namespace) -> int:
     """Run to run.steps, to a signal or to a failure; returns the exit code."""
-    run = Run(c, run_dir, data_root, profile)
-    if run.begin(init_from, init_state_kind):
-        return run.loop()
-    if jax.process_index() == 0:
-        print((run_dir / "summary.json").read_text(), end="")
-    return 0
+    with contextlib.ExitStack() as at_exit:
+        if jax.process_index() == 0:  # a trainer that was just killed may still be ending
+            at_exit.enter_context(data.sole_writer(run_dir, wait=5))
+        run = Run(c, run_dir, args)
+        at_exit.callback(run.alive.close)
+        if run.begin(args.init_from, args.init_state):
+            return run.loop()
+        if jax.process_index() == 0:
+            print((run_dir / "summary.json").read_text(), end="")
+        return 0
 
 
 def on_process_0(value: bool) -> bool:
@@ -1519,6 +1678,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def dry_run(c: Config, data_root: str | None) -> None:
     """Check everything that can be checked without computing and print the plan as JSON."""
+    check_length(c)
     mesh = make_mesh(c)
     local = c.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
     check_compiler_options(c)
@@ -1557,6 +1717,12 @@ def parse_args(argv=None):
     parser.add_argument("--init-state", choices=("params", "adam"), default="params",
                         help="with --init-from: fresh moments, or those that convert.py stage2-init prepared")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
+    parser.add_argument("--allow", action="append", default=[], metavar="KEY",
+                        help="let a resumed run change this key of its science, or all of a section; repeatable")  # fmt: skip
+    parser.add_argument("--local-dir", metavar="DIR", help="where RUN is a mounted bucket: a folder of this machine for the "
+                        "order of the data and the log, which each save copies to RUN")  # fmt: skip
+    parser.add_argument("--alive-every", type=float, default=60, metavar="SECONDS",
+                        help="say so often what the run does, as long as it gets on; default: %(default)g")  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS",
                         help="trace so many steps with jax.profiler into RUN/profile (TensorBoard and XProf show it)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, compute nothing")
@@ -1605,6 +1771,20 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
         return 1
 
 
+def check_port(coordinator: str) -> None:
+    """JAX crashes where it cannot listen."""
+    port = int(coordinator.rpartition(":")[2])
+    if not 0 < port < 65536:
+        raise ValueError(f"--coordinator: got port {port}, expected 1 to 65535")
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what only lingers from an earlier run is no hindrance
+        try:
+            s.bind(("", port))
+        except OSError as e:
+            raise RunFailed(f"--coordinator {coordinator}: port {port} cannot be listened at ({e.strerror}); fix: another "
+                            "port, or end what uses it") from e  # fmt: skip
+
+
 def join_processes(args) -> bool:
     """Start jax.distributed as the flags say; False if they ask for a single process."""
     named = (args.coordinator, args.num_processes, args.process_id)
@@ -1621,6 +1801,8 @@ def join_processes(args) -> bool:
             raise ValueError(f"--coordinator: got {args.coordinator!r}, expected HOST:PORT")
         if not 0 <= args.process_id < args.num_processes:
             raise ValueError(f"--process-id: got {args.process_id}, expected 0 to {args.num_processes - 1}")
+        if args.process_id == 0:
+            check_port(args.coordinator)
     # Gloo greets on standard output, which is for results.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -1641,6 +1823,19 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
+def check_flags(args: argparse.Namespace, c: Config) -> None:
+    if args.init_from is None and args.init_state != "params":
+        raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
+    if args.profile < 0:
+        raise ValueError(f"--profile: got {args.profile}, expected a number of steps")
+    if not 0 < args.alive_every < 1e6:
+        raise ValueError(f"--alive-every: got {args.alive_every}, expected a number of seconds")
+    keys = flatten(science_dict(c))
+    for allowed in args.allow:
+        if not any(f"{key}.".startswith(f"{allowed}.") for key in keys):
+            raise ValueError(unknown_key(f"--allow {allowed}", allowed, keys))
+
+
 def main(argv=None) -> int:
     args, several = parse_args(argv), False
 
@@ -1648,15 +1843,12 @@ def main(argv=None) -> int:
         nonlocal several
         several = join_processes(args)
         c = load_config(args.config, args.hardware, args.set)
-        run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
-        if args.init_from is None and args.init_state != "params":
-            raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
+        run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")
+        check_flags(args, c)
         cache_compilations(c)
         if args.dry_run:
             return dry_run(c, args.data_root)
-        if args.profile < 0:
-            raise ValueError(f"--profile: got {args.profile}, expected a number of steps")
-        return train(c, run_dir, args.data_root, args.init_from, args.init_state, args.profile)
+        return train(c, run_dir, args)
 
     try:
         code = run_command("train.py", command)
