@@ -795,8 +795,9 @@ def trainer_flags(args) -> list[str]:
     """train.py's flags. All that we take are passed on: one that is not would silently be without effect.
 
     --alive-every: several of the trainer's signs of life fall into --stall."""
-    flags = ("config", "run_dir", "hardware", "data_root", "init_from", "init_state")
-    given = [(flag, getattr(args, flag)) for flag in flags] + [("set", override) for override in args.set]
+    flags = ("config", "run_dir", "hardware", "data_root", "init_from", "init_state", "local_dir")
+    given = [(flag, getattr(args, flag)) for flag in flags]
+    given += [(flag, value) for flag in ("set", "allow") for value in getattr(args, flag)]
     given.append(("alive_every", f"{min(60, args.stall / 4):g}"))
     return [f"--{flag.replace('_', '-')}={value}" for flag, value in given if value is not None]
 
@@ -1356,6 +1357,8 @@ def add_launch_verb(verbs, name: str, launch, about: str):
     trainer.add_argument("--init-from", metavar="CKPT")
     trainer.add_argument("--init-state", choices=("params", "adam"))
     trainer.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    trainer.add_argument("--allow", action="append", default=[], metavar="KEY")
+    trainer.add_argument("--local-dir", metavar="DIR")
     run = verb.add_argument_group("the run")
     run.add_argument(
         "--target", type=int, metavar="STEP", help="a complete step that high is success; default: run.steps"

@@ -9,6 +9,7 @@ import ast
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -468,17 +469,26 @@ def test_processes(place):
     place.launch("submit", "--processes", 2, plan=[[], [], [], [["exit 1"], ["exit 2"]]], expect=2)
 
 
-def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place):
-    """A flag that is accepted and without effect; an exit code that is swallowed."""
-    flags = ("--hardware", "cpu", "--data-root", "d d", "--init-from", "a'b", "--init-state", "adam",
-             "--set", "x=[1, 2]", "--set", "data.index=$(x)", "--run-dir", place.run)  # fmt: skip
+def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place, capsys):
+    """A flag that is accepted and without effect, or one of train.py that no launcher knows; an exit code that is
+    swallowed."""
+    flags = ("--hardware", "cpu", "--data-root", "d d", "--init-from", "a'b", "--init-state", "adam", "--local-dir", "l",
+             "--set", "x=[1, 2]", "--set", "data.index=$(x)", "--run-dir", place.run, "--allow", "loss", "--allow", "a.b",
+    )  # fmt: skip
     _, err = place.launch("submit", *flags, plan=[["print hello", "exit 143"]], expect=143)
     assert "hello" in err and "hello" in (place.run / "launch.0.log").read_text()
     expected = ["--config=r", f"--run-dir={place.run}", "--hardware=cpu", "--data-root=d d", "--init-from=a'b",
-                "--init-state=adam", "--set=x=[1, 2]", "--set=data.index=$(x)", "--alive-every=60"]  # fmt: skip
+                "--init-state=adam", "--local-dir=l", "--set=x=[1, 2]", "--set=data.index=$(x)", "--allow=loss",
+                "--allow=a.b", "--alive-every=60"]  # fmt: skip
     assert json.loads((place.run / "argv.0").read_text()) == expected
     out, _ = place.launch("submit", *flags, "--dry-run")
     assert shlex.split(out) == [sys.executable, str(place.root / "train.py"), *expected]
+    with pytest.raises(SystemExit):
+        train.parse_args(["--help"])
+    known = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+    ours = {"--coordinator", "--num-processes", "--process-id", "--distributed"}  # that the launcher decides
+    once = {"--help", "--dry-run", "--profile"}
+    assert known - ours - once == {word.partition("=")[0] for word in expected} and ours | once < known
     assert (place.run / "attempts.0").read_text() == "1"
 
 
