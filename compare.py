@@ -1047,7 +1047,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     ):  # fmt: skip
         p.add_argument("runs", nargs=several, metavar="RUN", help=what)
         p.add_argument("--bin", type=natural, metavar="STEPS",
-                       help="steps averaged; default: 2000, or a 20th of the steps in common if less")  # fmt: skip
+                       help="steps averaged; default: 2000, or a 20th of the steps in common if less, but two at least")  # fmt: skip
         p.add_argument("--steps", type=count, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
         p.add_argument("--z-loss", choices=("refuse", "subtract", "label"), default="refuse",
                        help="where one loss contains z-loss (MaxText's) and another does not; default: %(default)s")  # fmt: skip

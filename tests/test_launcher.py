@@ -24,6 +24,7 @@ import pytest
 import yaml
 from harness import REPO, STEPS, assert_same_run, rows, steps_in, tiny_config, write_corpus
 
+import compare
 import data
 import launch
 import train
@@ -933,12 +934,12 @@ def test_a_bug_of_ours_is_no_wrong_usage(place, monkeypatch):
 # ------------------------------------------------------------------------------------------------- the real train.py
 
 
-def real(house, verb, run_dir, *overrides, extra=(), config=None) -> subprocess.Popen:
+def real(house, verb, run_dir, *overrides, extra=(), program=REPO / "launch.py") -> subprocess.Popen:
     """The launcher of this repository with the tiny recipe."""
     sets = (word for s in (f"compilation_cache={house.cache}", *overrides) for word in ("--set", s))
     flags = (
         "--config",
-        config or house.config,
+        house.config,
         "--hardware",
         "cpu",
         "--run-dir",
@@ -952,7 +953,7 @@ def real(house, verb, run_dir, *overrides, extra=(), config=None) -> subprocess.
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, str(REPO / "launch.py"), verb, *map(str, flags)]
+    command = [sys.executable, str(program), verb, *map(str, flags)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -961,10 +962,11 @@ def steps_logged(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def test_until_done_under_kill_9(house, straight, tmp_path):
+def test_until_done_under_kill_9(house, straight, tmp_path, capsys):
     """The launcher is killed, then the trainer: workers and trainers that outlive it, a run that starts again from
-    zero, a step lost or trained twice, also with another number of loader workers (processes of their own)."""
-    run_dir = tmp_path / "run"
+    zero, a step lost or trained twice, also with another number of loader workers (processes of their own); a run
+    directory whose name is taken for a pattern; equal runs that `detect` cannot judge."""
+    run_dir = tmp_path / ODD
     launcher = real(house, "resume-until-done", run_dir, "loader_workers=1")
     wait_for(lambda: steps_logged(run_dir) >= 6 and "4" in steps_in(run_dir), seconds=90)
     below = descendants(launcher.pid)
@@ -980,6 +982,67 @@ def test_until_done_under_kill_9(house, straight, tmp_path):
     assert launcher.returncode == 0 and json.loads(out)["step"] == STEPS, err
     assert f"attempt 1: exit code 137, step {newest} of {STEPS}; again in 1 s" in err, err
     assert f"resuming from {run_dir / 'checkpoints' / str(newest)}: " in err, err
+    assert_same_run(run_dir, straight)
+    assert compare.main(["exact", str(run_dir), str(straight)]) == 0
+    assert compare.main(["detect", str(run_dir), str(straight), "--png", str(tmp_path / "x.png")]) == 0
+    assert "equal: training loss of" in capsys.readouterr().err
+
+
+# train.py whose second held-out evaluation takes 14 s in its first attempt
+SLOW = """
+import importlib.util, sys, time
+from pathlib import Path
+
+here, repo = Path(__file__).parent, {repo!r}
+sys.path[0] = repo  # its data.py, not the copy here
+spec = importlib.util.spec_from_file_location("train", repo + "/train.py")
+train = sys.modules["train"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+by_row, first, calls = train.HeldOut.by_row, not (here / "evaluated").exists(), []
+
+
+def slow(self, params, progress=False, should_stop=lambda: False):
+    calls.append(1)
+    step = self.step
+
+    def one_batch(*args):
+        time.sleep(14 / len(self.batches))
+        return step(*args)
+
+    if first and len(calls) == 2:
+        self.step = one_batch
+    found = by_row(self, params, progress, should_stop)
+    self.step = step
+    if first and len(calls) == 2:
+        (here / "evaluated").touch()
+        time.sleep(1)  # here the test stops it
+    return found
+
+
+train.HeldOut.by_row = slow
+train.exit_with(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_signs_of_life(house, straight, tmp_path):
+    """A held-out evaluation longer than --stall that is taken for a hang and killed, again and again; a process that is
+    stopped for real and is waited for for ever."""
+    for name in ("launch.py", "data.py", "processes.py"):
+        shutil.copy(REPO / name, tmp_path)
+    (tmp_path / "train.py").write_text(SLOW.format(repo=str(REPO)))
+    run_dir, flags = tmp_path / "run", ("--stall", 12, "--grace", 1)
+    launcher = real(house, "resume-until-done", run_dir, extra=flags, program=tmp_path / "launch.py")
+    try:
+        wait_for(lambda: (tmp_path / "evaluated").exists(), seconds=120)
+        (trainer,) = children(launcher.pid)
+        os.kill(trainer, signal.SIGSTOP)
+        out, err = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0 and json.loads(out)["attempts"] == 2, err
+    assert "step 12: evaluating 2 batches, 1 done" in err, err
+    assert err.count("stalled: no sign of life for 12 s") == 1 and "attempt 1: stalled" in err
     assert_same_run(run_dir, straight)
 
 
