@@ -100,6 +100,8 @@ class ModelConfig:
         check(self.n_heads % self.n_kv_heads == 0, "n_heads", self.n_heads,
               f"a multiple of n_kv_heads {self.n_kv_heads}")  # fmt: skip
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (RoPE rotates pairs)")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
         for name in ("compute_dtype", "grad_reduce_dtype"):
             check(getattr(self, name) in ("float32", "bfloat16"), name, getattr(self, name), "float32 or bfloat16")
 
@@ -141,7 +143,7 @@ class Execution:
         if self.attention == "splash" and self.splash is None:
             raise ValueError("splash: got null, expected its tiles, since attention is splash")
         for name in self.remat or ():
-            if name.rstrip("0123456789") not in SAVED:
+            if not isinstance(name, str) or name.rstrip("0123456789") not in SAVED:
                 raise ValueError(f"remat: got {name!r}, expected 'all', or names out of {', '.join(SAVED)}, each for all "
                                  "layers of the pattern or, with a number, for one: gate0")  # fmt: skip
         for name in ("attention_block", "scan_unroll", "loss_chunk"):

@@ -218,11 +218,14 @@ def check_config(c: Config) -> None:
             raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number or null")
     if isinstance(c.hardware.remat, str) and c.hardware.remat != "all":
         raise ValueError(f"remat: got {c.hardware.remat!r}, expected all, a list of names, or {{microbatch: names}}")
-    for name in ("microbatch", "loader_workers"):
-        if getattr(c.hardware, name) < (name == "microbatch"):
-            raise ValueError(f"{name}: got {getattr(c.hardware, name)}, expected a positive number")
-    for size in range(1, c.hardware.microbatch + 1):
+    if c.hardware.microbatch < 1:
+        raise ValueError(f"microbatch: got {c.hardware.microbatch}, expected a positive number")
+    if not 0 <= c.hardware.loader_workers <= 1024:
+        raise ValueError(f"loader_workers: got {c.hardware.loader_workers}, expected 0 to 1024 processes")
+    for size in range(1, min(c.hardware.microbatch, c.data.global_batch) + 1):
         execution(c, size, "tpu")
+    if not 0 <= c.loss.z_loss < np.inf:
+        raise ValueError(f"loss.z_loss: got {c.loss.z_loss}, expected 0 or more")
     if c.data.global_batch * c.data.sequence_length >= 2**31:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
@@ -492,7 +495,7 @@ def check_compiler_options(c: Config) -> None:
     """Compile nothing with them, before the model is compiled for minutes."""
     try:
         jax.jit(lambda: 0, compiler_options=c.hardware.xla_flags).lower().compile()
-    except jax.errors.JaxRuntimeError as e:
+    except (jax.errors.JaxRuntimeError, TypeError) as e:  # an unknown flag; a value that is none
         raise ValueError(f"xla_flags: {first_line(e)}; fix: take the flags of the compiler that is installed") from e
 
 
