@@ -166,7 +166,7 @@ def sole_writer(output: str | os.PathLike, wait: float = 0) -> Iterator[None]:
     except OSError as e:
         if isinstance(e, Busy) or e.errno not in NO_LOCK:
             raise
-        warn(f"{lock}: no lock here ({e.strerror}): writers on other machines are not noticed")
+        warn_once(f"{lock}: no lock here ({e.strerror}): writers on other machines are not noticed")
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
         lock = Path(tempfile.gettempdir()) / f"olmo-{os.getuid()}-{name}.lock"
         fd = take_lock(lock, path, wait)
@@ -239,6 +239,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def warn(message: str) -> None:
     print(f"data.py: WARNING: {message}", file=sys.stderr)
+
+
+warn_once = functools.cache(warn)  # a process may ask for one lock again and again
 
 
 def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:

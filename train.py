@@ -59,7 +59,7 @@ from tqdm import tqdm
 import data
 import model
 import optim
-from processes import HERE, find_config, parse_override, read_yaml, set_key, unknown_key
+from processes import HERE, find_config, parse_override, read_yaml, run_name_fault, set_key, unknown_key
 
 BATCH_AXES = ("data", "fsdp")  # the batch is cut over both; every row of the global batch has one place
 FORMAT_VERSION = 1
@@ -233,8 +233,8 @@ def check_config(c: Config) -> None:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run.name):
-        raise ValueError(f"run.name: got {c.run.name!r}, expected letters, digits, '.', '_' and '-'")
+    if fault := run_name_fault(c.run.name):
+        raise ValueError(fault)
 
 
 def check_length(c: Config) -> None:
