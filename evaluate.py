@@ -118,10 +118,11 @@ def check_numbers(args, *flags: str) -> None:
 
 
 def check_size(flag: str, rows: int, length: int) -> None:
-    """Tokens are counted in int32 within a batch."""
+    """Tokens are counted in int32 within a batch, and lie in this machine's memory with labels, documents and mask."""
     if rows * length >= 2**31:
         raise ValueError(f"{flag}: got {rows} rows of {length} tokens at once, expected fewer than 2^31 tokens; fix: "
                          "a smaller --batch")  # fmt: skip
+    data.check_memory(flag, 17 * rows * length)
 
 
 def training_data(step_folder: Path, meta: dict) -> data.TrainingData:

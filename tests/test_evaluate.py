@@ -370,10 +370,11 @@ def in_order(*steps):
 def text_and_counted(tokenizer: Tokenizer, text: str) -> tuple[int, int]:
     """Bytes of a text, and of its tokens as `tokenize` writes them, with EOS and padding."""
     tokenizer.encode_special_tokens = True
-    index = types.SimpleNamespace(vocab_size=100_300, eos_id=tokenizer.token_to_id(data.EOS) or 0, pad_id=None)
+    eos = tokenizer.token_to_id(data.EOS)
+    index = types.SimpleNamespace(vocab_size=100_300, eos_id=eos, pad_id=None)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     special = [i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special]
-    return len(text.encode()), int(evaluate.bytes_of_tokens(tokenizer, index)[[*ids, index.eos_id, *special]].sum())
+    return len(text.encode()), int(evaluate.bytes_of_tokens(tokenizer, index)[[*ids, eos, *special]].sum())
 
 
 CUT = Regex(r"\p{N}{1,3}|\s+")
@@ -384,6 +385,7 @@ LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     "tokenizer",
     [
         quick_start(),
+        edited("added_tokens", value=[]),  # EOS and padding are tokens as others
         dolma2(),
         *(quick_start(pre_tokenizer=in_order(pre_tokenizers.Split(CUT, how, invert), LEVEL)) for invert in (True, False)
           for how in ("isolated", "merged_with_previous", "merged_with_next", "contiguous")),
@@ -401,8 +403,8 @@ def test_bytes_of_tokens(tokenizer):
     for text in (NASTY, NASTY * 60, NASTY.strip(), anything, spaces, " ", ""):
         size, counted = text_and_counted(tokenizer, text)
         assert counted == size
-    with pytest.raises(ValueError, match="expected ids below 280"):
-        evaluate.bytes_of_tokens(tokenizer, types.SimpleNamespace(vocab_size=280, eos_id=0, pad_id=1))
+    with pytest.raises(ValueError, match="expected ids below 270"):
+        evaluate.bytes_of_tokens(tokenizer, types.SimpleNamespace(vocab_size=270, eos_id=0, pad_id=1))
 
 
 @pytest.mark.parametrize(
@@ -846,9 +848,12 @@ def test_numbers_that_are_none(straight, verb, number):
     assert not (straight / "report").exists()
 
 
-def test_more_than_there_is(straight, verb):
+def test_more_than_there_is(straight, verb, monkeypatch):
     """Memory for rows that nothing can fill."""
     assert "--batch: got 100000000 rows of 32 tokens at once" in verb("loss", straight, "--batch", 10**8, expect=2)
+    with monkeypatch.context() as m:
+        m.setattr(os, "sysconf", lambda name: 100_000)  # 10 GB
+        assert "--batch: got numbers that need 10.88 GB" in verb("loss", straight, "--batch", 20_000_000, expect=2)
     stream = ("--cut", "stream", "--window", 1024)
     assert "--window: got 1024, expected at most 512: no text there is longer" in verb(
         "perplexity", straight, *stream, expect=2

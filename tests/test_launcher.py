@@ -438,7 +438,7 @@ def test_where_there_are_no_locks(place, monkeypatch, capsys):
     flags = ("--config", "r", "--run-dir", run, "--poll", "0.02", "--backoff", "0.01")
     assert launch.main(["resume-until-done", *flags]) == 0
     err = capsys.readouterr().err
-    assert f"{run}/.launch.lock: no lock here (Function not implemented): writers on other machines" in err
+    assert err.count(f"{run}/.launch.lock: no lock here (Function not implemented") == 1
     args = launch.parse_args(["monitor", *flags])
     launch.check_launch(args)
     job = launch.Local(None, None)
@@ -447,7 +447,7 @@ def test_where_there_are_no_locks(place, monkeypatch, capsys):
         assert launch.local_state(job, args).doing == launch.local_state(job, args).doing == "running"
         assert launch.main(["submit", *flags]) == 1
     err = capsys.readouterr().err
-    assert "no lock here" not in err and err.count("\n") == 1 and "another launcher is at work here" in err
+    assert "no lock here" not in err and err.count("launch.py: error: another launcher is at work here") == 1
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # another user's run: his lock cannot be taken
     assert launch.main(["monitor", *flags]) == 1
     assert "may not be written, so that whether a launcher is at work" in capsys.readouterr().err
