@@ -985,8 +985,8 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     """Iterator over source.batch_at(p) for p = start, start + global_batch, ... < stop. Call its close() when done.
 
     A record is a whole batch, so the stream does not depend on `workers`. With 0 one thread reads up to `prefetch`
-    batches ahead; otherwise each worker process does, and hands them over in shared memory (/dev/shm). A worker takes
-    seconds to start, and imports the main script and Grain (so jax, but no device)."""
+    batches ahead; otherwise each worker process does, and sends them through a pipe. A worker takes seconds to start,
+    and imports the main script and Grain (so jax, but no device)."""
     import grain
     from absl import flags
 
@@ -999,6 +999,9 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     if workers == 0:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
     batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # Not in shared memory: what is on its way when a process ends would stay in /dev/shm.
+    through_pipe = grain.experimental.DatasetOptions(min_shm_size=2**62)
+    batches = grain.experimental.WithOptionsIterDataset(batches, through_pipe)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
     return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
 

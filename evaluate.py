@@ -1028,7 +1028,7 @@ class Sampler:
     @staticmethod
     def next(logits_BV, position_B, number_B, how):
         temperature, top_k, top_p, seed = how
-        key = jax.random.key(seed)
+        key = jax.random.key(seed, impl="threefry2x32")
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(number_B, position_B)
         return choose(logits_BV, keys, temperature, top_k, top_p)
 

@@ -202,16 +202,18 @@ def parameter_count(config: ModelConfig, padded: bool = True) -> int:
 
 
 def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
-    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed): jit it with out_shardings.
+    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed), whatever JAX's random numbers are set
+    to: jit it with out_shardings.
 
     DIVERGENCE 4: OLMo-core draws from torch's generator, whose stream cannot be had here; same distribution.
     """
     params = {}
     for i, (name, t) in enumerate(ledger(config).items()):
-        key = jax.random.fold_in(jax.random.key(seed), i)
         if t.std is None:
             params[name] = jnp.ones(t.shape, jnp.float32)
-        else:
+            continue
+        with jax.threefry_partitionable(True):
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), i)
             params[name] = t.std * jax.random.truncated_normal(key, -3.0, 3.0, t.shape, jnp.float32)
     return params
 

@@ -18,6 +18,8 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import glob
+import importlib.util
 import itertools
 import json
 import math
@@ -48,6 +50,7 @@ import tensorstore as ts
 import yaml
 from etils import epath
 from jax import lax
+from jax._src import hardware_utils
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -1028,6 +1031,56 @@ def check_same_vocabulary(then: dict | None, now: dict, where: Path) -> None:
     say(f"the tokenizer beside the data changes from {then['tokenizer']} to {now['tokenizer']}")
 
 
+# Settings of JAX that variables such as JAX_ENABLE_X64 change, and with them the numbers of a run.
+PINNED = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+    "jax_high_dynamic_range_gumbel": False,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_default_matmul_precision": None,
+    "jax_softmax_custom_jvp": False,
+}
+# What else does; it is part of the machine, so that it is recorded, and a change of it is said.
+RECORDED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DISABLE_JIT",
+            "JAX_OPTIMIZATION_LEVEL", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_ALLOW_F16_REDUCTIONS")  # fmt: skip
+
+
+def pin_settings() -> None:
+    """What JAX reads from the environment has no say in the numbers. On a machine without an accelerator libtpu, which
+    `launch.py plan` needs, is left alone: it prints a screen of errors where it finds no TPU."""
+    devices = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+    accelerators = hardware_utils.num_available_tpu_chips_and_device_id()[0] or any(map(glob.glob, devices))
+    if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
+        jax.config.update("jax_platforms", "cpu")
+    for name, value in PINNED.items():
+        if getattr(jax.config, name) != value:
+            print(
+                f"{name.upper()}={getattr(jax.config, name)} would change the numbers and is not used", file=sys.stderr
+            )
+            jax.config.update(name, value)
+
+
+def environment() -> dict[str, str]:
+    """RECORDED, as far as it is set, without the flags that compute nothing."""
+    idle = re.compile("--xla_(force_host_platform_device_count|dump)")
+    words = {name: [w for w in os.environ.get(name, "").split() if not idle.match(w)] for name in RECORDED}
+    return {name: " ".join(found) for name, found in words.items() if found}
+
+
+def versions() -> dict[str, str]:
+    return {p: metadata.version(p) for p in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "numpy")}
+
+
+def say_changes_of_machine(meta: dict) -> None:
+    """Of what a checkpoint was made with, and what may change the last bits of the run's numbers from here on."""
+    for then, now in ((meta.get("versions"), versions()), (meta.get("environment"), environment())):
+        for name in sorted(then.keys() | now.keys()) if then is not None else ():
+            if then.get(name) != now.get(name):
+                say(f"{name} changes from {then.get(name)} to {now.get(name)}")
+
+
 def science_dict(c: Config) -> dict:
     return json.loads(json.dumps({key: value for key, value in asdict(c).items() if key != "hardware"}))
 
@@ -1536,6 +1589,7 @@ class Run:
                 say(f"already at step {self.start} of {c.run.steps}: nothing to do")
                 return False
             say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
+            say_changes_of_machine(meta)
         self.saved = self.start
         if jax.process_index() == 0:
             resolved = yaml.safe_dump(json.loads(json.dumps(asdict(c))), sort_keys=False)
@@ -1714,7 +1768,8 @@ class Run:
             "data": self.data_identity | {"index_path": str(self.source.path.resolve())},
             "config": science_dict(self.c),
             "checksums": {"params": checksums(self.params), "opt_state": checksums(self.opt_state)},
-            "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
+            "versions": versions(),
+            "environment": environment(),
         }
         self.checkpoints.save(step, self.params, self.opt_state, meta)
         self.checkpoints.seconds["checkpoint/save_duration_s"] = time.perf_counter() - began
@@ -1887,6 +1942,7 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     """
     global checking_inputs
     checking_inputs = True
+    pin_settings()
     try:
         return command() or 0
     except (RunFailed, OSError) as e:

@@ -1348,6 +1348,37 @@ def test_log_and_order_in_a_local_folder(house, straight, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- people
 
 
+def test_environment_that_changes_nothing(house, straight, tmp_path):
+    """Random numbers, precision or dtypes that variables of JAX change, so that a seed means other weights; a screen of
+    libtpu's errors on a machine without a TPU; "leaked shared_memory objects" of the loader's workers at the end."""
+    env = {"JAX_PLATFORMS": "", "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_ENABLE_X64": "1",
+           "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}  # fmt: skip
+    before = set(os.listdir("/dev/shm"))
+    _, err = house.run(tmp_path, "run.steps=4", "loader_workers=1", env=env.items())
+    assert_same_checkpoint(tmp_path, straight, step=4)
+    for name in list(env)[1:]:
+        assert re.search(f"^{name}=.* would change the numbers and is not used$", err, re.M), err
+    ours = "JAX_|no checkpoint|start: new|[0-9,]+ parameters; mesh|step [0-9]+"
+    assert [line for line in err.splitlines() if not re.match(ours, line)] == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}  # Python's arrays
+    assert train.read_meta(tmp_path / "checkpoints" / "4")["environment"] == {}
+
+
+def test_environment_that_changed_is_said(house, straight, tmp_path):
+    """Flags of the compiler, or another version of jax, that change the last bits in the middle of a run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    path = run_dir / "checkpoints" / "16" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["versions"]["jaxlib"] = "0.9.9"
+    path.write_text(json.dumps(meta))
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=1"
+    _, err = house.run(run_dir, "run.steps=17", "run.eval_index=null", env=[("XLA_FLAGS", flags)])
+    assert (
+        "jaxlib changes from 0.9.9 to " in err and "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=" in err
+    )
+
+
 def test_signs_of_life(capsys):
     """A launcher that takes a long compilation or evaluation for a hang; a process that hangs and still says that it is
     alive."""
