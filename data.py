@@ -607,8 +607,9 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
         with sole_writer(path, wait=math.inf):  # one process builds, the others wait
             if not path.exists():
                 check_room(path.parent, 4 * n)
+                instances = olmo_core_permutation(n, seed, epoch)
                 with replacing(path) as f:
-                    f.write(olmo_core_permutation(n, seed, epoch))  # tofile would not say why it fails
+                    f.write(instances)  # tofile would not say why it fails
     if (size := path.stat().st_size) != 4 * n:
         raise DataError(f"{path}: got {size} bytes, expected {4 * n}; fix: delete it, it will be built again")
     return np.memmap(path, dtype="<u4", mode="r")
@@ -1092,16 +1093,19 @@ def read_documents(files: Sequence[Path], text_field: str, progress: tqdm) -> It
 def mark_incomplete(folder: Path) -> Path:
     """The mark that keeps `index` from taking what is in a folder, and below it, for the whole. Its writer removes it when
     all is there; one that is killed does not."""
-    with replacing(folder / INCOMPLETE) as f:
+    mark = folder / INCOMPLETE
+    folder.mkdir(parents=True, exist_ok=True)
+    with naming(mark), open(mark, "wb") as f:
         f.write(b"data.py is writing this folder, or was cut off while it did: then run it again.\n")
-    return folder / INCOMPLETE
+        f.flush()
+        os.fsync(f.fileno())
+    return mark
 
 
 class ShardWriter:
     """Cuts a stream of tokens into part-00000.npy, ...; no shard has its name before finish() gives them theirs."""
 
     def __init__(self, folder: Path, shard_tokens: int):
-        folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.glob("part-*.npy")):
             mark_incomplete(folder)
         for leftover in folder.glob("part-*.npy.tmp"):
