@@ -212,7 +212,8 @@ def test_any_batch_and_any_order(opened):
 def test_settings_inside_the_tokenizer(opened, folder, tmp_path):
     """Truncation, padding or dropout stored in a tokenizer.json, which act on texts that are scored: -49.77 becomes
     -49.90, -305.17 or another number at each call."""
-    plain, text = data.load_tokenizer(folder / "model" / "tokenizer.json"), documents(1)[0]["text"]
+    plain = data.load_tokenizer(folder / "model" / "tokenizer.json")
+    text = "def score(x):\n    return the sum of what is there, and of nothing else"
     requests = [request(text[:40], text[40:]), request("", text)]
     expected = adapter(opened["model"]).loglikelihood(requests)
     whole = adapter(opened["model"]).loglikelihood_rolling([request(text)])
