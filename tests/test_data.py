@@ -883,6 +883,9 @@ def test_the_advice_refuses_ids_that_do_not_fit(tmp_path, bad):
     done = advice(str(caught.value), tmp_path)
     assert done.returncode == 1 and "AssertionError" in done.stderr
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.npy", before)]
+    np.save(tmp_path / "a.npy", np.array([5, 6, 7]))
+    (tmp_path / "a.npy.orig").write_bytes(before)
+    assert advice(str(caught.value), tmp_path).returncode == 1 and (tmp_path / "a.npy.orig").read_bytes() == before
 
 
 def test_uint16_only_for_small_vocabularies(tmp_path):
@@ -1261,7 +1264,7 @@ def test_what_quickstart_reads(tmp_path, capsys):
     library.mkdir()
     for number in range(60):  # so that some are held out
         (library / f"fine{number}.py").write_text(f'"""Number {number}."""\nx = {number}\n')
-    for name, content in {"null": b"x = '\0'", "latin": b"# \xe9", "deep": b"(" * 500, "wrong": b"x ="}.items():
+    for name, content in {"null": b"x = '\0'", "latin": b"# \xe9", "deep": b"1" + b"+1" * 9999, "wrong": b"x ="}.items():
         (library / f"{name}.py").write_bytes(content)
     code, _, err = call(capsys, *command, library)
     assert code == 0 and "passed over 4 of 64 files, no Python: deep.py, latin.py, null.py" in err
@@ -2117,6 +2120,7 @@ def test_a_full_disk(quickstart, inputs, packages, tmp_path):
         (line,) = (line for line in done.stderr.splitlines() if "error" in line)
         assert re.fullmatch(rf"data\.py: error: {folder}/[^:]*{name}[^:]*: File too large", line), (verb, line)
         left = [p for p in folder.rglob("*") if p.is_file()]
+        assert not [p for p in left if p.suffix == ".tmp"]
         assert not [p for p in left if not any((above / data.INCOMPLETE).exists() for above in p.parents)], (verb, left)
 
 
