@@ -1264,7 +1264,12 @@ def test_what_quickstart_reads(tmp_path, capsys):
     library.mkdir()
     for number in range(60):  # so that some are held out
         (library / f"fine{number}.py").write_text(f'"""Number {number}."""\nx = {number}\n')
-    for name, content in {"null": b"x = '\0'", "latin": b"# \xe9", "deep": b"1" + b"+1" * 9999, "wrong": b"x ="}.items():
+    for name, content in {
+        "null": b"x = '\0'",
+        "latin": b"# \xe9",
+        "deep": b"1" + b"+1" * 9999,
+        "wrong": b"x =",
+    }.items():
         (library / f"{name}.py").write_bytes(content)
     code, _, err = call(capsys, *command, library)
     assert code == 0 and "passed over 4 of 64 files, no Python: deep.py, latin.py, null.py" in err
