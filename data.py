@@ -68,7 +68,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
@@ -83,6 +83,9 @@ NPY_MAGIC = b"\x93NUMPY"
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # how dolma2 spells them too
 # Vocabulary size, EOS and PAD of the tokenizers that Ai2's mixes name: one tokenizer under two names.
 KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-tokenizer"), (100278, 100257, 100277))
+# What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 PLAIN_TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")  # a file is a document
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # a line is one
@@ -153,7 +156,8 @@ class Busy(OSError):
 
 def os_error(e: OSError) -> str:
     """What went wrong with which file, for a person: Python says "[Errno 28] ..." first and the file last."""
-    return f"{e.filename}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
+    name = e.filename if e.filename2 is None else f"{e.filename} -> {e.filename2}"  # the second: of a copy or a rename
+    return f"{name}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
 
 
 # What open and flock say where a lock file cannot be made, or the file system has no locks.
@@ -179,7 +183,9 @@ def sole_writer(output: str | os.PathLike, wait: float = 0) -> Iterator[None]:
         if isinstance(e, Busy) or e.errno not in NO_LOCK:
             raise
         instead = Path(tempfile.gettempdir())
-        warn(f"{lock}: no lock here ({e.strerror}); one in {instead} stands for it: other machines are not noticed")
+        warn_once(
+            f"{lock}: no lock here ({e.strerror}); one in {instead} stands for it: other machines are not noticed"
+        )
         lock = instead / f"olmo-{os.getuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.lock"
         fd = take_lock(lock, path, wait)
     HELD.add(fd)
@@ -240,6 +246,17 @@ def check_room(folder: str | os.PathLike, needed: int) -> None:
         raise OSError(errno.ENOSPC, what, str(folder))
 
 
+def check_memory(what: str, needed: int, there: int | None = None) -> None:
+    """DataError if `needed` bytes are more than there are; default: than this machine has. Allocating them would be a
+    traceback or, since memory is promised before it is used, the end of this process or of another."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if there is None else there
+    if needed > there:
+        raise DataError(
+            f"{what}: got numbers that need {needed / 1e9:.2f} GB of memory, expected at most the {there / 1e9:.2f} GB "
+            "that are there; fix: smaller ones"
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that gets its name only when it is complete and on disk."""
@@ -268,6 +285,9 @@ def naming(path: Path) -> Iterator[None]:
 
 def warn(message: str) -> None:
     print(f"data.py: WARNING: {message}", file=sys.stderr)
+
+
+warn_once = functools.cache(warn)  # a process may ask for one lock again and again
 
 
 def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:
@@ -548,6 +568,23 @@ def write_index(index: Index, path: Path) -> None:
         f.write(json.dumps(dataclasses.asdict(index), indent=1).encode() + b"\n")
 
 
+def find_index(path: str | os.PathLike, data_root: str | os.PathLike | None = None) -> Path:
+    """The index that a config names, so that a config works from every folder: the path as it is, from the current
+    folder, else below the data root, else beside this file. A place other than the first is said."""
+    given, places = local_path(path), [local_path(path)]
+    if not given.is_absolute():
+        roots = [] if data_root is None else [local_path(data_root) / given, local_path(data_root) / given.name]
+        places += [*roots, Path(__file__).resolve().parent / given]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        looked = ", ".join(dict.fromkeys(str(place.absolute()) for place in places))
+        fix = f"fix: give another path or --data-root, or python data.py index ... --out {path}"
+        raise DataError(f"{path}: got no such file, expected an index; looked for {looked}; {fix}")
+    if found.resolve() != given.resolve():
+        print(f"data.py: {path} is taken from {found}", file=sys.stderr)
+    return found
+
+
 def load_index(path: str | os.PathLike) -> Index:
     """Reads and checks an index; touches no token file."""
     path = local_path(path)
@@ -562,6 +599,87 @@ def load_index(path: str | os.PathLike) -> Index:
         raise DataError(f"{path}: {e}") from e
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise DataError(f"{path}: not an index ({type(e).__name__}: {e}); fix: index again") from e
+
+
+# Of Ai2's own tokenizer.json, see `tokenizer_content`.
+DOLMA2_CONTENT = "sha256:5fe714d85dd4f5bed5b275859304740d58a31dab3688eded9da05abec76ded7b"
+
+
+def tokenizer_content(path: Path) -> str:
+    """sha256 of what decides about ids in a tokenizer.json; of Ai2's own the name. Another spacing makes no other
+    tokenizer; neither do truncation, padding and dropout, which `load_tokenizer` switches off."""
+    content = path.read_bytes()
+    try:
+        said = json.loads(content)
+        words = {k: v for k, v in said["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in words.get("merges", ())]  # of old and of new files
+        said = {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content = json.dumps(said | {"model": words | {"merges": merges}}, sort_keys=True).encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # another kind of file: its bytes stand for it
+    digest = "sha256:" + hashlib.sha256(content).hexdigest()
+    return next(iter(KNOWN_TOKENIZERS)) if digest == DOLMA2_CONTENT else digest
+
+
+def vocabulary(path: str | os.PathLike, index: Index) -> dict:
+    """What the ids of an index stand for: the tokenizer by the content of the file that the index leads to, else by
+    name, the vocabulary size and EOS. It is kept in every checkpoint."""
+    file, tokenizer = local_path(path).parent / index.tokenizer, index.tokenizer
+    if file.is_file():
+        tokenizer = tokenizer_content(file)
+    elif tokenizer in KNOWN_TOKENIZERS:  # one under two names
+        tokenizer = next(iter(KNOWN_TOKENIZERS))
+    return {"tokenizer": tokenizer, "vocab_size": index.vocab_size, "eos_id": index.eos_id}
+
+
+def comparable(*tokenizers: str | None) -> bool:
+    """A name says nothing about a content; of a tokenizer.json that is not beside its index nothing is known."""
+    if any(t is None or t.endswith(".json") for t in tokenizers):
+        return False
+    return len({t.startswith("sha256:") for t in tokenizers}) == 1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a model was trained on, as far as it is known: held-out data is compared with it."""
+
+    vocabulary: dict  # see `vocabulary`; what is not known is not in it
+    fingerprint: str | None = None
+    files: frozenset[tuple[int, str]] = frozenset()  # sizes and edge hashes; none if the index is not there any more
+
+    @classmethod
+    def of(cls, path: str | os.PathLike, index: Index) -> TrainingData:
+        return cls(vocabulary(path, index), index.fingerprint, frozenset((f.bytes, f.edge_hash) for f in index.files))
+
+    def trained_on(self, index: Index) -> int:
+        """How many files of an index the model was trained on."""
+        if index.fingerprint == self.fingerprint:
+            return len(index.files)
+        return sum((f.bytes, f.edge_hash) in self.files for f in index.files)
+
+    def check_vocabulary(self, of: dict) -> list[str]:
+        """What of the vocabulary of an index, see `described`, cannot be compared; DataError if it is another one."""
+        unknown = []
+        for key in ("tokenizer", "vocab_size", "eos_id"):
+            got, expected = of[key], self.vocabulary.get(key)
+            if expected is None or key == "tokenizer" and not comparable(got, expected):
+                unknown.append(key)
+            elif got != expected:
+                raise DataError(f"{of['index']}: {key}: got {got}, expected {expected} as in the training data; fix: "
+                                "tokenize and index this text as that was")  # fmt: skip
+        return unknown
+
+
+def described(path: str | os.PathLike, index: Index) -> dict:
+    """What a number is a number of, for those who read it later."""
+    return {
+        "index": str(path),
+        "fingerprint": index.fingerprint,
+        **vocabulary(path, index),
+        "files": len(index.files),
+        "labels": sorted({f.label for f in index.files}),
+        "instances": index.instances,
+    }
 
 
 def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
@@ -731,9 +849,11 @@ class BatchSource:
 
     `states` are size and time of modification (ns) of every file when the run opened it, by path."""
 
-    def __init__(self, index: Index, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict):
-        self.index, self.config, self.root, self.order_dir, self.rows = index, config, root, order_dir, rows
-        self.states = states
+    def __init__(
+        self, index: Index, path: Path, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict
+    ):
+        self.index, self.path, self.config, self.root, self.rows = index, path, config, root, rows
+        self.order_dir, self.states = order_dir, states
         self.instances = index.instances
         self.batches_per_epoch = self.instances // config.global_batch
         self.usable = self.batches_per_epoch * config.global_batch
@@ -835,9 +955,10 @@ def open_data(
 
 
 def _open(config: DataConfig, data_root, order_dir, rows, read=True, whole_batches=False) -> BatchSource:
-    index = load_index(config.index)
+    path = find_index(config.index, data_root)
+    index = load_index(path)
     if config.sequence_length != index.sequence_length:
-        got = f"got {config.sequence_length} in the config, {index.sequence_length} in {config.index}"
+        got = f"got {config.sequence_length} in the config, {index.sequence_length} in {path}"
         raise DataError(f"sequence_length: {got}; fix: build an index for this length")
     if config.mask_token is not None and not 0 <= config.mask_token < index.vocab_size:
         raise DataError(f"mask_token: got {config.mask_token}, expected an id below {index.vocab_size}")
@@ -847,9 +968,9 @@ def _open(config: DataConfig, data_root, order_dir, rows, read=True, whole_batch
     rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
     if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
         raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
-    root = local_path(config.index).parent if data_root is None else local_path(data_root)
+    root = path.parent if data_root is None else local_path(data_root)
     if not read:
-        return InstanceSource(index, config, root, order_dir, rows, {})
+        return InstanceSource(index, path, config, root, order_dir, rows, {})
 
     def look(file: TokenFile) -> tuple[str | None, int]:
         found = status(root / file.path)
@@ -860,7 +981,7 @@ def _open(config: DataConfig, data_root, order_dir, rows, read=True, whole_batch
         more = f"; {len(faults) - 1} more files are bad: python data.py verify lists them" if len(faults) > 1 else ""
         raise DataError(faults[0] + more)
     states = {file.path: (file.bytes, time) for file, (_, time) in zip(index.files, found, strict=True)}
-    return BatchSource(index, config, root, order_dir, rows, states)
+    return BatchSource(index, path, config, root, order_dir, rows, states)
 
 
 class TokenCheck:
@@ -906,7 +1027,7 @@ class EvaluationBatches:
         document_mask: bool = False,
         limit: int | None = None,
     ):
-        length = load_index(index_path).sequence_length
+        length = load_index(find_index(index_path, data_root)).sequence_length
         config = DataConfig(str(index_path), "sequential", 0, length, batch, False, mask_token, document_mask)
         self.source = _open(config, data_root, None, rows)
         n = self.source.instances
@@ -942,8 +1063,8 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     """Iterator over source.batch_at(p) for p = start, start + global_batch, ... < stop. Call its close() when done.
 
     A record is a whole batch, so the stream does not depend on `workers`. With 0 one thread reads up to `prefetch`
-    batches ahead; otherwise each worker process does, and hands them over in shared memory (/dev/shm). A worker takes
-    seconds to start, and imports the main script and Grain (so jax, but no device)."""
+    batches ahead; otherwise each worker process does, and sends them through a pipe. A worker takes seconds to start,
+    and imports the main script and Grain (so jax, but no device)."""
     import grain
     from absl import flags
 
@@ -956,6 +1077,9 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     if workers == 0:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
     batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # Not in shared memory: what is on its way when a process ends would stay in /dev/shm.
+    through_pipe = grain.experimental.DatasetOptions(min_shm_size=2**62)
+    batches = grain.experimental.WithOptionsIterDataset(batches, through_pipe)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
     return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
 
@@ -1211,6 +1335,120 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         if getattr(tokenizer.model, chance, None) is not None:
             setattr(tokenizer.model, chance, None)
     return tokenizer
+
+
+class FoundTokenizer(NamedTuple):
+    """The tokenizer of a model or of an index, and its special ids."""
+
+    path: Path | None  # of the tokenizer.json; None: there is none, and `why` says where it was looked for
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]  # a text ends at any of them; a text begins after the first. Empty: nothing names one
+    pad_id: int | None
+    files: dict[str, Path]  # of HF_FILES, those that belong to it
+    why: str
+
+
+def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTokenizer:
+    """The tokenizer of the checkpoint RUN/checkpoints/N: `given` (--tokenizer), else what convert.py from-hf carried
+    into RUN/hf, else that of the index that the run was trained on. Every command finds it here."""
+    index_path, index, why = index_of_run(meta)
+    carried = step_folder.parent.parent / "hf" if step_folder.parent.name == "checkpoints" else None
+    vocab_size = meta["config"]["model"]["vocab_size"]
+    found = FoundTokenizer(None, None, (), None, {}, why)
+    if given is not None:
+        found = read_tokenizer(given, vocab_size, index, needed=True)
+    elif carried is not None and carried.is_dir():
+        found = read_tokenizer(carried, vocab_size)
+        found = found._replace(why=f"{found.why}; {why}" if why else found.why)
+    if found.path is None and index is not None:
+        found = index_tokenizer(index_path, index, None)
+        check_ids(found, vocab_size, index_path)
+    return found
+
+
+def index_tokenizer(index_path: str | os.PathLike, index: Index, given: str | None) -> FoundTokenizer:
+    """`given` (--tokenizer), or the tokenizer that made the index. The special ids are the index's."""
+    path = local_path(index_path).parent / index.tokenizer
+    if given is not None:
+        return read_tokenizer(given, index.vocab_size, index, needed=True)
+    if not path.is_file():
+        return FoundTokenizer(
+            None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}"
+        )
+    return FoundTokenizer(path, load_tokenizer(path), (index.eos_id,), index.pad_id, {"tokenizer.json": path}, "")
+
+
+def read_tokenizer(
+    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = False
+) -> FoundTokenizer:
+    """Of a tokenizer.json, or of a Hugging Face folder, which may do without one unless it is `needed`. The end of a
+    text is what generation_config.json or config.json there names, else what the run's `index` names, else EOS."""
+    where = local_path(where)
+    folder, path = (where, where / "tokenizer.json") if where.is_dir() else (where.parent, where)
+    if where.is_dir():
+        files = {name: where / name for name in HF_FILES if (where / name).is_file()}
+    else:
+        files = {"tokenizer.json": path}
+    if "tokenizer.json" in files or needed:
+        tokenizer, why = load_tokenizer(path), ""
+    else:
+        path, tokenizer, why = None, None, f"{where}: got no tokenizer.json in this folder"
+    generation, config = (read_ids(folder / f"{kind}.json") for kind in ("generation_config", "config"))
+    eos_ids, pad_ids = (generation[i] or config[i] for i in (0, 1))
+    eos_ids = tuple(sorted(eos_ids, key=lambda i: i not in config[0]))  # config.json's, the one of pretraining, first
+    if not eos_ids:
+        ids = (None, None) if tokenizer is None else map(tokenizer.token_to_id, (EOS, PAD))
+        ids = ids if index is None else (index.eos_id, index.pad_id)
+        eos_ids, pad_ids = (() if i is None else (i,) for i in ids)
+    found = FoundTokenizer(path, tokenizer, eos_ids, next(iter(pad_ids), None), files, why)
+    check_ids(found, vocab_size, path or where)
+    return found
+
+
+def read_ids(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """eos_token_id and pad_token_id of a config.json or generation_config.json: a number each, a list, or nothing."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        found = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
+    except (ValueError, AttributeError) as e:
+        raise DataError(f"{path}: not a JSON object ({e})") from e
+    found = [() if ids is None else tuple(ids) if isinstance(ids, list) else (ids,) for ids in found]
+    if odd := [i for ids in found for i in ids if type(i) is not int]:
+        raise DataError(f"{path}: eos_token_id, pad_token_id: got {odd[0]!r}, expected token ids")
+    return found[0], found[1]
+
+
+def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
+    """The tokenizer gives ids of the model alone, and knows what ends a text."""
+    fix = "fix: --tokenizer with the model's own"
+    known = range(vocab_size) if found.tokenizer is None else set(found.tokenizer.get_vocab().values())
+    if max(known) >= vocab_size:
+        raise DataError(f"{where}: got ids up to {max(known)}, expected ids below the model's {vocab_size}; {fix}")
+    if unknown := [i for i in found.eos_ids if i not in known]:
+        raise DataError(
+            f"{where}: got {unknown[0]} as the end of a text, expected an id that the tokenizer knows; {fix}"
+        )
+
+
+def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
+    """The index that a checkpoint was trained on: where its meta says it was, or at the config's path from the current
+    folder or from this file's. One of another fingerprint is another corpus, whose ids may mean other words; then it is
+    (None, None, why)."""
+    if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
+        return None, None, "no index belongs to the checkpoint, which was trained on none here"
+    named = Path(os.path.expanduser(meta["config"]["data"]["index"]))
+    places = [Path(meta["data"].get("index_path", named)), named.absolute(), Path(__file__).resolve().parent / named]
+    others = ""
+    for path in dict.fromkeys(place for place in places if place.is_file()):
+        try:
+            index = load_index(path)
+        except DataError as e:
+            others += f"; {e}"
+            continue
+        if index.fingerprint == wanted:
+            return path, index, ""
+        others += f"; {path} is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})"
+    return None, None, "no index of the run among " + ", ".join(dict.fromkeys(map(str, places))) + others
 
 
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
@@ -1512,8 +1750,7 @@ def show(args: argparse.Namespace) -> dict:
     index = load_index(args.index)
     order = (args.order, args.seed, index.sequence_length, args.global_batch)
     source = open_data(DataConfig(args.index, *order, True, None, False), args.data_root, args.order_dir)
-    path = local_path(args.tokenizer) if args.tokenizer else local_path(args.index).parent / index.tokenizer
-    tokenizer = load_tokenizer(path) if args.tokenizer or path.is_file() else None
+    tokenizer = index_tokenizer(args.index, index, args.tokenizer).tokenizer
     position = (args.step - 1) * args.global_batch
     rows = []
     for row, instance in enumerate(source.instances_at(position)[: args.rows]):

@@ -100,6 +100,8 @@ class ModelConfig:
         check(self.n_heads % self.n_kv_heads == 0, "n_heads", self.n_heads,
               f"a multiple of n_kv_heads {self.n_kv_heads}")  # fmt: skip
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (RoPE rotates pairs)")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
         for name in ("compute_dtype", "grad_reduce_dtype"):
             check(getattr(self, name) in ("float32", "bfloat16"), name, getattr(self, name), "float32 or bfloat16")
 
@@ -141,7 +143,7 @@ class Execution:
         if self.attention == "splash" and self.splash is None:
             raise ValueError("splash: got null, expected its tiles, since attention is splash")
         for name in self.remat or ():
-            if name.rstrip("0123456789") not in SAVED:
+            if not isinstance(name, str) or name.rstrip("0123456789") not in SAVED:
                 raise ValueError(f"remat: got {name!r}, expected 'all', or names out of {', '.join(SAVED)}, each for all "
                                  "layers of the pattern or, with a number, for one: gate0")  # fmt: skip
         for name in ("attention_block", "scan_unroll", "loss_chunk"):
@@ -200,16 +202,18 @@ def parameter_count(config: ModelConfig, padded: bool = True) -> int:
 
 
 def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
-    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed): jit it with out_shardings.
+    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed), whatever JAX's random numbers are set
+    to: jit it with out_shardings.
 
     DIVERGENCE 4: OLMo-core draws from torch's generator, whose stream cannot be had here; same distribution.
     """
     params = {}
     for i, (name, t) in enumerate(ledger(config).items()):
-        key = jax.random.fold_in(jax.random.key(seed), i)
         if t.std is None:
             params[name] = jnp.ones(t.shape, jnp.float32)
-        else:
+            continue
+        with jax.threefry_partitionable(True):
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), i)
             params[name] = t.std * jax.random.truncated_normal(key, -3.0, 3.0, t.shape, jnp.float32)
     return params
 
@@ -785,6 +789,10 @@ def local_labels(labels_C, rows: int):
     return jnp.clip(local_C, 0, rows - 1), (local_C >= 0) & (local_C < rows)
 
 
+def weighted_loss(ce_C, lse_C, mask_C, z_loss: float):
+    return jnp.sum(jnp.where(mask_C != 0, mask_C * (ce_C + z_loss * lse_C**2), 0))
+
+
 def split_chunks(chunk: int, *arrays):
     """[N, ..] -> [N/chunk, chunk, ..], the last chunk filled with zeros."""
     n = -(-arrays[0].shape[0] // chunk)
@@ -794,7 +802,10 @@ def split_chunks(chunk: int, *arrays):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelConfig, chunk: int):
-    """(sum over mask of CE + z_loss * lse^2, TokenLoss), the sum over this device's tokens, the same along tensor.
+    """(sum of mask * (CE + z_loss * lse^2), TokenLoss), the sum over this device's tokens, the same along tensor.
+
+    `mask` is a weight and may have any sign. A token of weight 0 is left out, whatever its logits are, in the sum and in
+    the gradients of the others: 0 * inf is NaN.
 
     Chunk by chunk, so that the fp32 logits [N, V] never exist whole. When differentiated, dx and dW are made in the
     forward pass while a chunk's logits are at hand: no logits are computed twice. Only the sum has a gradient.
@@ -805,7 +816,7 @@ def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelC
     def body(total, inputs):
         x_CD, labels_C, mask_C = inputs
         ce_C, lse_C, _ = chunk_loss(x_CD, head_VD, labels_C, config)
-        return total + jnp.sum(mask_C * (ce_C + z_loss * lse_C**2)), TokenLoss(ce_C, lse_C**2)
+        return total + weighted_loss(ce_C, lse_C, mask_C, z_loss), TokenLoss(ce_C, lse_C**2)
 
     total, per_token = lax.scan(body, vary(jnp.float32(0)), split_chunks(chunk, x_ND, labels_N, mask_N))
     return total, TokenLoss(*(a.reshape(-1)[: x_ND.shape[0]] for a in per_token))
@@ -822,10 +833,12 @@ def _cross_entropy_fwd(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk):
         one_hot_CV = mine_C[:, None] & (local_C[:, None] == jnp.arange(logits_CV.shape[-1]))
         probs_CV = jnp.exp(logits_CV - lse_C[:, None])
         dlogits_CV = (mask_C * (1 + 2 * z_loss * lse_C))[:, None] * probs_CV - jnp.where(one_hot_CV, mask_C[:, None], 0)
-        dlogits_CV = dlogits_CV.astype(config.compute_dtype)
+        counts_C1 = mask_C[:, None] != 0
+        dlogits_CV = jnp.where(counts_C1, dlogits_CV, 0).astype(config.compute_dtype)
         dx_CD = dlogits_CV @ head_VD
+        x_CD = jnp.where(counts_C1, x_CD, 0)  # below each of its rows is added to that of all labels
         dhead_VD = dhead_VD + jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
-        total = total + jnp.sum(mask_C * (ce_C + z_loss * lse_C**2))
+        total = total + weighted_loss(ce_C, lse_C, mask_C, z_loss)
         return (total, dhead_VD), (TokenLoss(ce_C, lse_C**2), dx_CD)
 
     zero = (jnp.float32(0), jnp.zeros(head_VD.shape, jnp.float32))
@@ -848,9 +861,9 @@ cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Execution):
-    """(sum over unmasked labels of CE + z_loss * lse^2, TokenLoss [B, S]); see `cross_entropy`.
+    """(sum over labels of loss_mask * (CE + z_loss * lse^2), TokenLoss [B, S]); see `cross_entropy`.
 
-    local: batch tokens, labels int32, loss_mask bool, segment_ids int32 or None, all [B/(data*fsdp), S/context].
+    local: batch tokens, labels int32, loss_mask bool or float, segment_ids int32 or None, all [B/(data*fsdp), S/context].
     The sum is over this device's tokens and equal on all devices along tensor; nothing is divided here.
     """
     x_ND = hidden_states(params, batch["tokens"], batch["segment_ids"], config, execution)

@@ -18,17 +18,24 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import glob
+import importlib.util
+import itertools
 import json
+import math
 import os
 import re
+import shutil
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 import types
 import typing
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -39,8 +46,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import yaml
+from etils import epath
 from jax import lax
+from jax._src import hardware_utils
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -52,7 +62,7 @@ from tqdm import tqdm
 import data
 import model
 import optim
-from processes import HERE, find_config, parse_override, read_yaml, set_key, unknown_key
+from processes import HERE, find_config, parse_override, read_yaml, run_name_fault, set_key, unknown_key
 
 BATCH_AXES = ("data", "fsdp")  # the batch is cut over both; every row of the global batch has one place
 FORMAT_VERSION = 1
@@ -159,14 +169,23 @@ def build(kind, value, where: str):
 
 
 def load_config(config: str, hardware: str | None, overrides: list[str]) -> Config:
-    """Read and check both files. Without `hardware` the file is chosen by the device that jax finds."""
+    """Read and check both files. Without `hardware` the file is chosen by the device that jax finds; RUN/config.yaml,
+    the record of a run, brings its own."""
     path = find_config(config, HERE / "configs")
     return assemble_config(read_yaml(path), str(path), hardware, overrides)
 
 
 def assemble_config(science: dict, name: str, hardware: str | None, overrides: list[str]) -> Config:
     """Config from the six science sections (`name`: where they come from), a hardware file and --set overrides."""
-    machine = read_yaml(find_config(hardware or detect_hardware(), HERE / "configs" / "hardware"))
+    recorded = science.get("hardware")
+    science = {key: value for key, value in science.items() if key != "hardware"}
+    if recorded is not None and hardware is None:
+        machine = recorded
+        say(f"hardware: as {name} says; --hardware takes another")
+    else:
+        machine = read_yaml(find_config(hardware or detect_hardware(), HERE / "configs" / "hardware"))
+    if not isinstance(machine, dict):
+        raise ValueError(f"{name}: hardware: got {machine!r}, expected a mapping")
     for raw, allowed, other, kind in ((science, SCIENCE, HARDWARE, "config"), (machine, HARDWARE, SCIENCE, "hardware")):
         for key in raw:
             if key in other:
@@ -196,24 +215,40 @@ def check_config(c: Config) -> None:
             f"model.window: got {c.model.window}, expected at most data.sequence_length {c.data.sequence_length}"
         )
     for name in ("steps", "checkpoint_every", "log_every", "eval_every"):
-        if getattr(c.run, name) < 1:
-            raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number")
+        if not 1 <= getattr(c.run, name) < 2**31:
+            raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected 1 to 2^31 - 1")
+    if not 0 <= c.run.seed < 2**32:
+        raise ValueError(f"run.seed: got {c.run.seed}, expected 0 to 2^32 - 1")
     for name in ("keep_checkpoints", "eval_batches"):
         if getattr(c.run, name) is not None and getattr(c.run, name) < 1:
             raise ValueError(f"run.{name}: got {getattr(c.run, name)}, expected a positive number or null")
     if isinstance(c.hardware.remat, str) and c.hardware.remat != "all":
         raise ValueError(f"remat: got {c.hardware.remat!r}, expected all, a list of names, or {{microbatch: names}}")
-    for name in ("microbatch", "loader_workers"):
-        if getattr(c.hardware, name) < (name == "microbatch"):
-            raise ValueError(f"{name}: got {getattr(c.hardware, name)}, expected a positive number")
-    for size in range(1, c.hardware.microbatch + 1):
+    if c.hardware.microbatch < 1:
+        raise ValueError(f"microbatch: got {c.hardware.microbatch}, expected a positive number")
+    if not 0 <= c.hardware.loader_workers <= 1024:
+        raise ValueError(f"loader_workers: got {c.hardware.loader_workers}, expected 0 to 1024 processes")
+    for size in range(1, min(c.hardware.microbatch, c.data.global_batch) + 1):
         execution(c, size, "tpu")
+    if not 0 <= c.loss.z_loss < np.inf:
+        raise ValueError(f"loss.z_loss: got {c.loss.z_loss}, expected 0 or more")
     if c.data.global_batch * c.data.sequence_length >= 2**31:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run.name):
-        raise ValueError(f"run.name: got {c.run.name!r}, expected letters, digits, '.', '_' and '-'")
+    if fault := run_name_fault(c.run.name):
+        raise ValueError(fault)
+
+
+def check_length(c: Config) -> None:
+    """A run ends where its learning rate does; evaluation does not mind."""
+    last, number = c.schedule[-1], len(c.schedule) - 1
+    if last.kind != "constant" and c.run.steps > last.total_steps:
+        raise ValueError(
+            f"run.steps: got {c.run.steps}, expected at most schedule.{number}.total_steps {last.total_steps}, where the "
+            f"learning rate has come to its end; fix: a longer curve (--set schedule.{number}.total_steps={c.run.steps}, "
+            "on a resume with --allow schedule), or a last piece of kind constant, which has no end"
+        )
 
 
 def detect_hardware() -> str:
@@ -357,7 +392,7 @@ def with_shardings(shapes, mesh, specs):
 def init_state(c: Config, mesh):
     """(params, optimizer state) of step 0, made where they live: no device ever holds a whole matrix."""
     params_to, state_to = shardings(mesh, state_specs(c))
-    params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(c.run.seed)
+    params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(np.uint32(c.run.seed))
     return params, jax.jit(optimizer(c).init, out_shardings=state_to)(params)
 
 
@@ -459,14 +494,14 @@ def compile_train_step(c: Config, mesh, check_vma: bool = True):
 
 def cache_compilations(c: Config) -> None:
     if c.hardware.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(c.hardware.compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", str(data.local_path(c.hardware.compilation_cache)))
 
 
 def check_compiler_options(c: Config) -> None:
     """Compile nothing with them, before the model is compiled for minutes."""
     try:
         jax.jit(lambda: 0, compiler_options=c.hardware.xla_flags).lower().compile()
-    except jax.errors.JaxRuntimeError as e:
+    except (jax.errors.JaxRuntimeError, TypeError) as e:  # an unknown flag; a value that is none
         raise ValueError(f"xla_flags: {first_line(e)}; fix: take the flags of the compiler that is installed") from e
 
 
@@ -504,11 +539,16 @@ class HeldOut:
     """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order.
 
     `batch` rows are computed at once over all devices; `limit`: so many instances, spread evenly, None for all.
+    `trained` is what the models were trained on: another vocabulary is refused; so is the same data, but for
+    `on_training_data` (None: where nobody can ask for it).
     """
 
-    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None):
+    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None,
+                 trained: Sequence[data.TrainingData], on_training_data: bool | None = None):  # fmt: skip
         self.c = dataclasses.replace(c, data=dataclasses.replace(c.data, global_batch=batch))
         self.mesh, self.rows = mesh, local_rows(mesh, self.c)
+        self.trained, self.on_training_data = trained, on_training_data
+        self.of: list[dict] = []  # what each index that was opened is
         self.batches = self.open(index, data_root, limit)
         self.step = self.compile(row_losses, param_specs(c))
 
@@ -521,7 +561,24 @@ class HeldOut:
         check_vocabulary(batches.source.index, self.c, index)
         if "all" in batches.domains:
             raise ValueError(f"{index}: got the label 'all', which stands for all labels; fix: index with another one")
+        self.of.append(self.check_held_out(batches))
         return batches
+
+    def check_held_out(self, batches: data.EvaluationBatches) -> dict:
+        """What the index is. It has the vocabulary of the training data, and none of its files unless that is meant."""
+        path, index = batches.source.path, batches.source.index
+        of = data.described(path, index) | {"instances": len(batches.instances)}
+        if unknown := {key for trained in self.trained for key in trained.check_vocabulary(of)}:
+            what = ", ".join(key for key in of if key in unknown)
+            say(f"{path}: not compared with the training data, of which too little is known: {what}")
+        if shared := max((trained.trained_on(index) for trained in self.trained), default=0):
+            of["trained_on_files"] = shared
+            what = f"{path}: {shared} of {len(index.files)} files are data that the model was trained on"
+            if not self.on_training_data:
+                flag = "" if self.on_training_data is None else ", or --on-training-data where that is meant"
+                raise ValueError(f"{what}, expected held-out data; fix: another index{flag}")
+            say(what)
+        return of
 
     def compile(self, rows: Callable, specs, size: int | None = None):
         """jit of (params, cut as `specs` say, batch) -> what rows(params, micro-batch, config, execution) gives by row."""
@@ -540,6 +597,7 @@ class HeldOut:
 
     def by_row(self, params, progress: bool = False, should_stop=lambda: False) -> list[np.ndarray] | None:
         """What `step` gives, float64 [rows of all batches] each; None if `should_stop` cut it short."""
+        inputs_are_checked()
         found = []
         bar = tqdm(self.batches, total=len(self.batches), desc="evaluating", unit="batch", leave=False,
                    disable=not progress)  # fmt: skip
@@ -549,7 +607,13 @@ class HeldOut:
             rows = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
             found.append([np.asarray(x, np.float64) for x in rows])
         n = len(self.batches.domain)  # the rest is padding
-        return [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        found = [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        broken = np.flatnonzero(~np.isfinite(found).all(axis=0))
+        if len(broken):
+            label = self.batches.domains[self.batches.domain[broken[0]]]
+            say(f"WARNING: {len(broken)} of {n} rows are not finite, the first is row {broken[0]} ({label}): means over them "
+                "are no numbers either")  # fmt: skip
+        return found
 
     def by_label(self, *columns: np.ndarray) -> dict[str, tuple]:
         """{label or "all": (rows, the sum of each column over them)}; a domain of -1 is padding."""
@@ -563,14 +627,16 @@ class HeldOut:
         return found and {
             label: mean_loss(ce, tokens) | {"instances": n}
             for label, (n, ce, tokens) in self.by_label(*found).items()
-            if tokens > 0
+            if n > 0
         }
 
 
 def mean_loss(ce: float, tokens: float) -> dict:
-    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON."""
+    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON. Without a token
+    there is no mean."""
     with np.errstate(over="ignore"):
-        return {"ce": ce / tokens, "perplexity": float(np.exp(ce / tokens)), "tokens": int(tokens)}
+        ce = float(ce) / tokens if tokens else np.nan
+        return {"ce": ce, "perplexity": float(np.exp(ce)), "tokens": int(tokens)}
 
 
 def eval_limit(c: Config) -> int | None:
@@ -593,24 +659,70 @@ def check_vocabulary(index: "data.Index", c: Config, path: str) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
+class LiteralPath(type(epath.Path("/"))):
+    """A folder whose own name is no pattern. Orbax finds what the processes wrote with `glob`, and epath's takes brackets
+    in the name of a run for one: nothing was found, and the checkpoint stayed empty."""
+
+    def glob(self, pattern: str):
+        return map(type(self), Path(self).glob(pattern))
+
+
+def orbax_path(folder: Path) -> LiteralPath:
+    """The folder for Orbax and tensorstore; ValueError for the few names under which they would write elsewhere."""
+    # Both drop "x/.." without looking where x leads.
+    path = os.path.realpath(folder) if ".." in folder.parts else str(folder.absolute())
+    for wrong, what in (
+        ("\\" in path, "a backslash"),
+        (re.search(r"gs:(/|$)", path), "a name that ends in gs:"),
+        (re.search(r"\.__lock(/|$)", path), "a name that ends in .__lock"),
+        (re.search(r"[\udc80-\udcff]", path), "a byte that is not UTF-8"),
+        (re.match(r"/(gs|s3|az|hf)(/|$)", path), "a top folder that is called as a bucket: gs, s3, az, hf"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{path!r}: got {what}, expected a path that Orbax can write to; fix: another name, or a symbolic link"
+            )
+    return LiteralPath(path)
+
+
 class Checkpoints:
     """RUN/checkpoints/N with the items params, opt_state and meta, through Orbax's CheckpointManager, asynchronously."""
 
     def __init__(self, folder: Path, keep: int | None):
-        self.folder = folder.absolute()
+        self.folder, written = folder.absolute(), orbax_path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.manager = ocp.CheckpointManager(
-            self.folder,
+            written,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=False, save_interval_steps=1),
             item_handlers={
-                "params": ocp.PyTreeCheckpointHandler(),
-                "opt_state": ocp.PyTreeCheckpointHandler(),
+                "params": self.checked("params"),
+                "opt_state": self.checked("opt_state"),
                 "meta": ocp.JsonCheckpointHandler(),
             },
         )
-        self.step: int | None = None  # of the newest save
+        self.saving = {}  # item -> shapes and dtypes, of the newest save
+        self.failure: Exception | None = None  # of the same, after the processes have written
+        self.step: int | None = None  # of the same
         self.began: float | None = None  # while it is in flight
         self.seconds: dict[str, float] = {}  # durations, not logged yet
+
+    def checked(self, item: str) -> ocp.PyTreeCheckpointHandler:
+        """Writes an item. A save is done when all that was saved can be found: process 0 looks before the step gets its
+        name, and so before an older one is deleted."""
+        handler = ocp.PyTreeCheckpointHandler()
+        finalize = handler.finalize
+
+        def finalize_and_look(item_folder):
+            try:
+                with patient_loops():
+                    finalize(item_folder)
+                check_whole(Path(item_folder), self.saving[item])
+            except Exception as e:
+                self.failure = e
+                raise
+
+        handler.finalize = finalize_and_look
+        return handler
 
     def save(self, step: int, params, opt_state, meta: dict) -> None:
         """Begin to write step `step`; a failure of the save before this one is raised here."""
@@ -631,12 +743,14 @@ class Checkpoints:
         )
         self.wait()
         self.step, self.began = step, time.perf_counter()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, opt_state))
+        self.saving = dict(zip(("params", "opt_state"), shapes, strict=True))
         if not self.write(lambda: self.manager.save(step, args=items)):
             raise RunFailed(
                 f"{self.folder / str(step)}: Orbax refused to save, newest step there: {self.manager.latest_step()}"
             )
 
-    def restore_latest(self, c: Config, mesh, data_identity: dict):
+    def restore_latest(self, c: Config, mesh, data_identity: dict, allow: Sequence[str] = ()):
         """(step, params, opt_state, meta) of the newest usable checkpoint, or None if there has never been one.
 
         A step that cannot be read is reported, renamed to N.damaged (nothing is deleted) and the one before it used.
@@ -647,7 +761,7 @@ class Checkpoints:
             folder, damage = self.folder / str(step), None
             try:
                 meta = read_meta(folder)
-                check_meta(meta, c, data_identity, folder)
+                check_meta(meta, c, data_identity, folder, allow)
                 state = dict(zip(("params", "opt_state"), state_shapes(c, mesh), strict=True))
                 for item in state:
                     state[item] = read_item(folder, item, state[item])
@@ -688,7 +802,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save in flight is complete; its failure is raised here."""
-        self.write(self.manager.wait_until_finished)
+
+        def finish():
+            while self.manager.is_saving_in_progress():
+                if self.failure:  # Orbax would wait 20 minutes for the other processes, which wait for this one
+                    raise self.failure
+                time.sleep(0.01)
+            self.manager.wait_until_finished()
+
+        self.write(finish)
         if self.began is not None:
             self.seconds["checkpoint/save_async_duration_s"] = time.perf_counter() - self.began
             self.began = None
@@ -696,7 +818,7 @@ class Checkpoints:
     def durations(self) -> dict[str, float]:
         """Seconds of what ended since the last call, under OLMo-core's names: save is what training waited for,
         save_async what passed until the checkpoint was complete. A save that has failed is noticed here."""
-        if self.began is not None and not self.manager.is_saving_in_progress():
+        if self.failure or self.began is not None and not self.manager.is_saving_in_progress():
             self.wait()
         seconds, self.seconds = self.seconds, {}
         return seconds
@@ -729,19 +851,14 @@ class PatientLoop(asyncio.SelectorEventLoop):
         super().close()
 
 
-class PatientLoops(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self):
-        return PatientLoop()
-
-
 @contextlib.contextmanager
 def patient_loops():
-    policy = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(PatientLoops())
+    """Orbax makes its loops with asyncio.new_event_loop."""
+    new_event_loop, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
     try:
         yield
     finally:
-        asyncio.set_event_loop_policy(policy)
+        asyncio.new_event_loop = new_event_loop
 
 
 def read_arrays(restore: Callable):
@@ -787,7 +904,7 @@ def read_item(step_folder: Path, item: str, target):
     """One item as this process's devices need it; no process waits for another."""
     check_tree(step_folder / item, target)
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(step_folder / item, args=args))
+    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(orbax_path(step_folder / item), args=args))
 
 
 def read_meta(step_folder: Path) -> dict:
@@ -804,15 +921,17 @@ def read_meta(step_folder: Path) -> dict:
     return meta
 
 
-def check_tree(item_folder: Path, target) -> None:
-    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently."""
+def check_tree(item_folder: Path, target):
+    """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently.
+    Returns what Orbax tells of each leaf."""
+    item = item_folder.name.partition(".")[0]  # in a step that is being written more follows
     if not item_folder.is_dir():
-        raise DamagedCheckpoint(f"item {item_folder.name!r} is missing ({item_folder})")
+        raise DamagedCheckpoint(f"item {item!r} is missing ({item_folder})")
     try:
         with patient_loops():
-            tree = ocp.PyTreeCheckpointHandler().metadata(item_folder).tree
+            tree = ocp.PyTreeCheckpointHandler().metadata(orbax_path(item_folder)).tree
     except UNREADABLE as e:
-        raise DamagedCheckpoint(f"item {item_folder.name!r} cannot be read: {first_line(e)}") from e
+        raise DamagedCheckpoint(f"item {item!r} cannot be read: {first_line(e)}") from e
 
     def leaves(tree):
         return {
@@ -827,10 +946,25 @@ def check_tree(item_folder: Path, target) -> None:
                 f"{item_folder}: {'.'.join(name)}: got {there.get(name, 'nothing')}, expected "
                 f"{wanted.get(name, 'nothing')}; fix: use the model config that this checkpoint was made with"
             )
+    return tree
 
 
-def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
-    """Refuse to resume another run; announce what is allowed to change."""
+def check_whole(item_folder: Path, target) -> None:
+    """Besides, all chunks of all leaves are listed in it. None of them is read."""
+    leaves = jax.tree.leaves(check_tree(item_folder, target))
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{orbax_path(item_folder)}/"}}
+    listed = Counter(key.decode().rpartition("/")[0] for key in ts.KvStore.open(store).result().list().result())
+    for leaf in leaves:
+        pieces = zip(leaf.shape, leaf.storage.chunk_shape, strict=True)
+        expected = math.prod(-(-size // chunk) for size, chunk in pieces) + 1  # and one that describes them
+        if listed[leaf.name] != expected:
+            item = item_folder.name.partition(".")[0]
+            raise DamagedCheckpoint(f"item {item!r}: {leaf.name}: got {listed[leaf.name] - 1} of {expected - 1} chunks")
+
+
+def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, allow: Sequence[str]) -> None:
+    """Refuse to resume another run. What changes the science of this one is refused unless --allow names it; what only
+    steers it (run.*) may change. Both are said."""
     if "opt_state" not in meta.get("items", ["opt_state"]):
         raise ValueError(
             f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
@@ -848,26 +982,103 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path) -> None:
         )
     for key, now in data_identity.items():
         then = meta["data"].get(key)
-        if then == now:
+        if then == now or key == "usable":
             continue
-        if key == "global_batch":
-            if meta["instances_seen"] >= min(data_identity["usable"], meta["data"]["usable"]):
-                raise ValueError(
-                    f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
-                )
-            say(
-                f"data.global_batch changes from {then} to {now}; the position stays at instance {meta['instances_seen']}"
-            )
-        elif key != "usable":
+        if key == "vocabulary":
+            check_same_vocabulary(then, now, where)
+            continue
+        if key == "held_out":
+            if key in meta["data"]:
+                say(f"the held-out data changes from {then} to {now}")
+            continue
+        if key != "global_batch":
             raise ValueError(f"{where}: data.{key}: got {now}, expected {then} as in the run; fix: use the run's own data "
                              "or another --run-dir")  # fmt: skip
+        if meta["instances_seen"] >= min(data_identity["usable"], meta["data"]["usable"]):
+            raise ValueError(
+                f"{where}: data.global_batch: got {now}, expected {then}: it can change in the first epoch only"
+            )
     then, now = flatten(meta["config"]), flatten(science_dict(c))
+    refused = []
     for key in sorted(then.keys() | now.keys()):
-        if then.get(key) == now.get(key) or key in ("data.global_batch", "data.index"):
+        if then.get(key) == now.get(key) or key == "data.index":  # where it lies; its fingerprint is compared above
             continue
+        difference = f"{key}: got {now.get(key)}, expected {then.get(key)} as in the run"
         if key.startswith("model.") and key not in ("model.compute_dtype", "model.grad_reduce_dtype"):
-            raise ValueError(f"{where}: {key}: got {now.get(key)}, expected {then.get(key)} as in the run")
-        say(f"{key} changes from {then.get(key)} to {now.get(key)}")
+            raise ValueError(f"{where}: {difference}; fix: another --run-dir")
+        if key == "optim.skip_window":
+            raise ValueError(
+                f"{where}: {difference}; the window is a part of the state; fix: a new run with --init-from"
+            )
+        if key.startswith("run.") or any(f"{key}.".startswith(f"{allowed}.") for allowed in allow):
+            say(f"{key} changes from {then.get(key)} to {now.get(key)}")
+        else:
+            refused.append(difference)
+    if refused:
+        keys = " ".join(f"--allow {difference.split(':')[0]}" for difference in refused)
+        raise ValueError(f"{where}: {'; '.join(refused)}; fix: leave them as they were, or {keys} if it is meant")
+
+
+def check_same_vocabulary(then: dict | None, now: dict, where: Path) -> None:
+    """The fingerprint covers the ids; EOS decides what a document is. A tokenizer.json may come and go beside them."""
+    if then is None:
+        say(f"{where}: does not say which tokenizer and EOS its data has; from now on: {now}")
+        return
+    for key in ("vocab_size", "eos_id"):
+        if then[key] != now[key]:
+            raise ValueError(f"{where}: data.{key}: got {now[key]}, expected {then[key]} as in the run; fix: use the run's "
+                             "own index")  # fmt: skip
+    say(f"the tokenizer beside the data changes from {then['tokenizer']} to {now['tokenizer']}")
+
+
+# Settings of JAX that variables such as JAX_ENABLE_X64 change, and with them the numbers of a run.
+PINNED = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+    "jax_high_dynamic_range_gumbel": False,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_default_matmul_precision": None,
+    "jax_softmax_custom_jvp": False,
+}
+# What else does; it is part of the machine, so that it is recorded, and a change of it is said.
+RECORDED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DISABLE_JIT",
+            "JAX_OPTIMIZATION_LEVEL", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_ALLOW_F16_REDUCTIONS")  # fmt: skip
+
+
+def pin_settings() -> None:
+    """What JAX reads from the environment has no say in the numbers. On a machine without an accelerator libtpu, which
+    `launch.py plan` needs, is left alone: it prints a screen of errors where it finds no TPU."""
+    devices = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+    accelerators = hardware_utils.num_available_tpu_chips_and_device_id()[0] or any(map(glob.glob, devices))
+    if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
+        jax.config.update("jax_platforms", "cpu")
+    for name, value in PINNED.items():
+        if getattr(jax.config, name) != value:
+            print(
+                f"{name.upper()}={getattr(jax.config, name)} would change the numbers and is not used", file=sys.stderr
+            )
+            jax.config.update(name, value)
+
+
+def environment() -> dict[str, str]:
+    """RECORDED, as far as it is set, without the flags that compute nothing."""
+    idle = re.compile("--xla_(force_host_platform_device_count|dump)")
+    words = {name: [w for w in os.environ.get(name, "").split() if not idle.match(w)] for name in RECORDED}
+    return {name: " ".join(found) for name, found in words.items() if found}
+
+
+def versions() -> dict[str, str]:
+    return {p: metadata.version(p) for p in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "numpy")}
+
+
+def say_changes_of_machine(meta: dict) -> None:
+    """Of what a checkpoint was made with, and what may change the last bits of the run's numbers from here on."""
+    for then, now in ((meta.get("versions"), versions()), (meta.get("environment"), environment())):
+        for name in sorted(then.keys() | now.keys()) if then is not None else ():
+            if then.get(name) != now.get(name):
+                say(f"{name} changes from {then.get(name)} to {now.get(name)}")
 
 
 def science_dict(c: Config) -> dict:
@@ -884,7 +1095,7 @@ def flatten(tree, prefix: str = "") -> dict:
 
 def find_checkpoint(path: str) -> Path:
     """CKPT on a command line: RUN/checkpoints/N, or a run directory (its newest step that is complete)."""
-    p = Path(path)
+    p = data.local_path(path)
     if (p / "params").is_dir():
         return p.absolute()
     folder = p / "checkpoints" if (p / "checkpoints").is_dir() else p
@@ -922,8 +1133,8 @@ def check_same_model(then: dict, c: Config, where: str) -> None:
         say(f"model.{key} changes from {then[key]} to {now.get(key)}")
 
 
-def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
-    """State of step 0: from the seed, or from another run's parameters (and prepared moments)."""
+def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str, vocabulary: dict):
+    """State of step 0: from the seed, or from another run's parameters (and prepared moments). `vocabulary`: of the data."""
     if init_from is None:
         say(f"start: new parameters from seed {c.run.seed}")
         return init_state(c, mesh)
@@ -933,6 +1144,10 @@ def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
     except DamagedCheckpoint as e:
         raise ValueError(f"--init-from {source}: {e}") from e
     check_same_model(meta["config"].get("model", {}), c, f"--init-from {source}")
+    for key, then in meta["data"].get("vocabulary", {}).items():
+        now = vocabulary.get(key, then)
+        if now != then and (key != "tokenizer" or data.comparable(then, now)):
+            say(f"WARNING: --init-from {source}: was trained on data whose {key} is {then}, here it is {now}")
     params_target, state_target = state_shapes(c, mesh)
     params = restore_item(source, "params", params_target)
     if init_state_kind == "params":
@@ -954,19 +1169,23 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard, every step, under the names of Ai2's dashboard. Only process 0 writes.
 
     Starting after step N forgets what a dead run had logged past N: the file is cut, TensorBoard is told to purge.
+    They are written in `folder`: the run directory, or a local one from which `sync` copies them there.
     """
 
-    def __init__(self, run_dir: Path, after_step: int):
+    def __init__(self, run_dir: Path, after_step: int, folder: Path):
         self.enabled = jax.process_index() == 0
         self.evaluated = 0  # newest step whose held-out evaluation is in the file
         if not self.enabled:
             return
-        self.path = run_dir / "metrics.jsonl"
+        self.run_dir, self.folder, self.path = run_dir, folder, folder / "metrics.jsonl"
+        if folder != run_dir:  # what a start before this one left there has been copied, or lies behind the checkpoint
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".jsonl.tmp")
         last = 0
         with open(temporary, "w") as kept:
             try:
-                for line, row in read_metrics(self.path):
+                for line, row in read_metrics(run_dir / "metrics.jsonl"):
                     if row["step"] <= after_step:
                         kept.write(line)
                         last = max(last, row["step"])
@@ -976,14 +1195,15 @@ class MetricsLog:
                     raise
                 say(f"{e}; it lies behind the checkpoint and is left out")  # a machine that lost power wrote it in part
             if last < after_step:
-                say(f"{self.path}: holds steps up to {last}, the checkpoint those up to {after_step}: a gap remains")
+                say(f"{run_dir / 'metrics.jsonl'}: holds steps up to {last}, the checkpoint those up to {after_step}: a "
+                    "gap remains")  # fmt: skip
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(temporary, self.path)
         self.file = open(self.path, "a", buffering=1)  # a line is there to be read as soon as it is written
         # The writer below SummaryWriter: synchronous, so that what is flushed is on disk, and it keeps tags as they are.
-        (run_dir / "tensorboard").mkdir(exist_ok=True)
-        self.board = EventsWriter(str(run_dir / "tensorboard" / "events"))
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self.board = EventsWriter(str((folder / "tensorboard" / "events").absolute()))  # "s3:x" would be an address
         purge = after_step + 1
         self.board.write_event(Event(wall_time=time.time(), step=purge, file_version="brain.Event:2"))
         self.board.write_event(
@@ -1000,11 +1220,18 @@ class MetricsLog:
         self.board.flush()
 
     def sync(self) -> None:
-        """Everything written so far is on disk when this returns."""
-        if self.enabled:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.board.flush()
+        """Everything written so far is on disk, in the run directory, when this returns."""
+        if not self.enabled:
+            return
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.board.flush()
+        if self.folder != self.run_dir:
+            for path in (self.path, *(self.folder / "tensorboard").iterdir()):
+                target = self.run_dir / path.relative_to(self.folder)
+                target.parent.mkdir(exist_ok=True)
+                with data.replacing(target) as f, open(path, "rb") as ours:
+                    shutil.copyfileobj(ours, f)
 
     def close(self) -> None:
         if self.enabled:
@@ -1120,8 +1347,8 @@ def evaluation_metrics(results: dict[str, dict]) -> dict[str, float]:
     return values
 
 
-def draw_curves(run_dir: Path) -> Path:
-    """curves.png from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
+def draw_curves(run_dir: Path, path: Path | None = None) -> Path:
+    """RUN/curves.png, or `path`, from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -1164,7 +1391,7 @@ def draw_curves(run_dir: Path) -> Path:
         bottom.legend()
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
-    path = run_dir / "curves.png"
+    path = path or run_dir / "curves.png"
     temporary = path.with_suffix(".tmp.png")
     fig.savefig(temporary, dpi=110)
     os.replace(temporary, path)
@@ -1195,26 +1422,78 @@ class Stop:
         return self.code is not None
 
 
+said_at = 0.0  # of the last line, on time.monotonic's clock
+
+
 def say(message: str) -> None:
     """A line on standard error, from process 0, that leaves a progress bar whole."""
+    global said_at
     if jax.process_index() == 0:
         tqdm.write(message, file=sys.stderr)
         sys.stderr.flush()
+        said_at = time.monotonic()
+
+
+class Alive:
+    """Says at least every `every` seconds what the run does, as long as it gets on: whoever waits for it, a launcher
+    above all, can tell a long compilation or evaluation from a process that hangs, which is silent.
+
+    What can be counted is (steps, batches); while nothing can (`busy`: a compilation, a restore, a save), the process
+    gets on if it uses a twentieth of a core or moves a megabyte. Not beside a progress bar, which a person looks at.
+    """
+
+    def __init__(self, every: float):
+        self.every, self.ended = every, threading.Event()
+        self.now("starting", busy=True)
+        if jax.process_index() == 0 and not sys.stderr.isatty():
+            threading.Thread(target=self.watch, daemon=True).start()
+
+    def now(self, what: str, busy: bool = False) -> None:
+        self.what, self.busy, self.since, self.done = what, busy, time.monotonic(), 0
+
+    def tick(self) -> None:
+        """One more of what is counted is done."""
+        self.done, self.busy = self.done + 1, False
+
+    def watch(self) -> None:
+        marked_at, mark, used = time.monotonic(), None, resources_used()
+        while not self.ended.wait(self.every / 4):
+            now = time.monotonic()
+            if now - max(said_at, marked_at) < self.every:
+                continue
+            before, mark, spent, used = mark, (self.since, self.done), used, resources_used()
+            worked = used[0] - spent[0] > 0.05 * (now - marked_at) or used[1] - spent[1] > 2**20
+            marked_at = now
+            if mark != before or (self.busy and worked):
+                say(f"{self.what}{f', {self.done} done' if self.done else ''} ({clock(now - self.since)})")
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+def resources_used() -> tuple[float, int]:
+    """(CPU seconds, bytes read and written) of this process so far; without Linux's /proc the first alone."""
+    moved = 0
+    with contextlib.suppress(OSError), open("/proc/self/io") as lines:
+        moved = sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return time.process_time(), moved
 
 
 class Progress:
-    """A bar on a terminal, a line every run.log_every steps elsewhere; on standard error."""
+    """A bar on a terminal, a line every run.log_every steps elsewhere; on standard error. The bar begins with the first
+    step that is done, so that its time left does not count the compilation."""
 
-    def __init__(self, start: int, total: int, every: int):
+    def __init__(self, total: int, every: int):
         self.every, self.total, self.bar = every, total, None
-        if sys.stderr.isatty() and jax.process_index() == 0:
-            self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05)
+        self.on_terminal = sys.stderr.isatty() and jax.process_index() == 0
 
     def update(self, step: int, values: dict, tokens_a_step: int, recent_seconds: list[float]) -> None:
         seconds = float(np.mean(recent_seconds)) if recent_seconds else None
         speed = f"{tokens_a_step / seconds:,.0f} tok/s" if seconds else "compiled"
         text = f"CE {values['train/CE loss']:.3f}  {speed}"
-        if self.bar is not None:
+        if self.on_terminal:
+            if self.bar is None:
+                self.bar = tqdm(total=self.total, initial=step, unit="step", dynamic_ncols=True, smoothing=0.05)
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % self.every == 0 or step == self.total:
@@ -1227,6 +1506,25 @@ class Progress:
             self.bar.close()
 
 
+class Skips:
+    """Says which finite steps the skip rule left out: each if they are rare, else a count a minute; a streak warns."""
+
+    def __init__(self, sigma: float):
+        self.sigma, self.streak, self.unsaid, self.said_at = sigma, 0, 0, -np.inf
+
+    def __call__(self, step: int, skipped: bool, loss: float, grad_norm: float) -> None:
+        self.streak = self.streak + 1 if skipped else 0
+        self.unsaid += skipped
+        long_streak = self.streak >= 4 and self.streak & (self.streak - 1) == 0  # the 4th, 8th, 16th, ... in a row
+        if not skipped or not (long_streak or time.monotonic() - self.said_at > 60):
+            return
+        more = f" ({self.unsaid} since the last such line)" if self.unsaid > 1 else ""
+        warning = f"WARNING: {self.streak} steps in a row skipped: nothing is learnt; " if long_streak else ""
+        say(f"{warning}step {step} skipped: CE {loss:.3f} or gradient norm {grad_norm:.2f} is more than {self.sigma:g} "
+            f"standard deviations above its last values{more}")  # fmt: skip
+        self.unsaid, self.said_at = 0, time.monotonic()
+
+
 def clock(seconds: float) -> str:
     s = int(round(seconds))
     return f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" if s >= 3600 else f"{s // 60}:{s % 60:02}"
@@ -1235,15 +1533,20 @@ def clock(seconds: float) -> str:
 class Run:
     """One training run between two starts: its state, and what happens to it around the jitted step."""
 
-    def __init__(self, c: Config, run_dir: Path, data_root: str | None, profile: int):
-        self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), profile
+    def __init__(self, c: Config, run_dir: Path, args: argparse.Namespace):
+        self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), args.profile
+        self.alive, self.allow, data_root = Alive(args.alive_every), args.allow, args.data_root
+        self.local_dir = run_dir if args.local_dir is None else data.local_path(args.local_dir) / run_dir.name
+        check_length(c)
         check_compiler_options(c)
         self.rows = local_rows(self.mesh, c)
-        self.source = data.open_data(c.data, data_root, run_dir / "order", rows=self.rows)
+        self.source = data.open_data(c.data, data_root, self.local_dir / "order", rows=self.rows)
         check_vocabulary(self.source.index, c, c.data.index)
-        self.held_out = None
+        self.held_out, trained = None, data.TrainingData.of(self.source.path, self.source.index)
         if c.run.eval_index is not None:
-            self.held_out = HeldOut(c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+            self.held_out = HeldOut(
+                c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained]
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         check_shared(run_dir)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
@@ -1255,7 +1558,10 @@ class Run:
             "seed": c.data.seed,
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
+            "vocabulary": trained.vocabulary,
+            "held_out": self.held_out and self.held_out.of[0]["fingerprint"],
         }
+        self.skips = Skips(c.optim.skip_sigma)
         self.token_check = data.TokenCheck(self.source.index, c.data.mask_token)
         self.tracing = False
         self.pending = None  # (step, instances seen, metrics on the device, seconds of loading) of the step in flight
@@ -1265,10 +1571,13 @@ class Run:
     def begin(self, init_from: str | None, init_state_kind: str) -> bool:
         """Take the state of the newest checkpoint or of step 0; False if the run is complete already."""
         c, began = self.c, time.perf_counter()
-        restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity)
+        self.alive.now("restoring the newest checkpoint, or making the first state", busy=True)
+        restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity, self.allow)
         if restored is None:
             say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
-            self.params, self.opt_state = initial_state(c, self.mesh, init_from, init_state_kind)
+            self.params, self.opt_state = initial_state(
+                c, self.mesh, init_from, init_state_kind, self.data_identity["vocabulary"]
+            )
             self.start = self.seen = 0
         else:
             self.start, self.params, self.opt_state, meta = restored
@@ -1280,6 +1589,7 @@ class Run:
                 say(f"already at step {self.start} of {c.run.steps}: nothing to do")
                 return False
             say(f"resuming from {self.checkpoints.folder / str(self.start)}: {self.seen:,} instances seen")
+            say_changes_of_machine(meta)
         self.saved = self.start
         if jax.process_index() == 0:
             resolved = yaml.safe_dump(json.loads(json.dumps(asdict(c))), sort_keys=False)
@@ -1296,17 +1606,19 @@ class Run:
         """All steps that are left; returns the exit code."""
         c = self.c
         step_fn = compile_train_step(c, self.mesh)
-        self.metrics = MetricsLog(self.run_dir, self.start)
-        self.progress = Progress(self.start, c.run.steps, c.run.log_every)
+        self.metrics = MetricsLog(self.run_dir, self.start, self.local_dir)
+        self.progress = Progress(c.run.steps, c.run.log_every)
         end = self.seen + (c.run.steps - self.start) * c.data.global_batch
+        self.alive.now("reading the order of the data", busy=True)
         batches = data.loader(self.source, self.seen, end, workers=c.hardware.loader_workers)
         with contextlib.ExitStack() as at_exit:
             for thing in (self.metrics, self.progress, batches, self.checkpoints):
                 at_exit.callback(thing.close)
             at_exit.callback(self.end_trace)
-            inputs_are_checked()
+            at_exit.push(self.log_what_is_done)
             if on_process_0(self.evaluation_is_due(self.start) and self.metrics.evaluated < self.start):
                 self.evaluate(self.start)  # a signal or a kill had cut it short
+            self.alive.now("compiling the training step", busy=True)
             for step in range(self.start + 1, c.run.steps + 1):
                 self.trace(step)
                 began = time.perf_counter()
@@ -1314,9 +1626,12 @@ class Run:
                 loading = time.perf_counter() - began
                 for message in self.token_check(batch["tokens"]):
                     say(message)
+                inputs_are_checked()  # a launcher does not try again what fails before the first step
                 on_device = to_device(batch, self.rows, self.mesh, c)
                 self.params, self.opt_state, m = step_fn(self.params, self.opt_state, on_device, np.int32(step))
                 self.seen += c.data.global_batch
+                if step == self.start + 1:
+                    self.alive.now(f"training from step {step} on")
                 self.finish_pending()  # log the step before, while this one is computed
                 self.pending = (step, self.seen, m, loading)
                 leave = self.stop.requested(step)
@@ -1327,12 +1642,25 @@ class Run:
                     self.finish_pending()
                     self.save(step)
                 if leave:
+                    self.alive.now(f"writing checkpoint {step}", busy=True)
                     self.checkpoints.wait()
                     say(f"stopped by a signal: step {step} is saved in {self.checkpoints.folder / str(step)}")
                     return self.stop.code
+            self.alive.now("writing the last checkpoint", busy=True)
         if jax.process_index() == 0:
             self.summarise()
         return 0
+
+    def log_what_is_done(self, kind, *_) -> None:
+        """The step in flight when something else fails is logged if it is, or soon will be, done. (A step that waits for
+        a process that has ended never will be.)"""
+        deadline = time.monotonic() + 10
+        while kind is not None and issubclass(kind, Exception) and self.pending is not None:
+            if all(x.is_ready() for x in self.pending[2].values()):
+                self.finish_pending()
+            elif time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
 
     def trace(self, step: int) -> None:
         """Begin or end the profile that --profile asks for: some steps after the third, which are like all later ones."""
@@ -1381,7 +1709,9 @@ class Run:
             values |= utilisation(self.c, tokens_a_device / seconds, self.mesh.devices.flat[0].device_kind)
         self.metrics.write(step, values)
         self.progress.update(step, values, self.tokens_a_step, self.seconds_a_step[-20:])
+        self.alive.tick()
         streak = int(m["nonfinite_in_a_row"])
+        self.skips(step, bool(m["skipped"]) and not streak, float(m["ce"]), float(m["grad_norm"]))
         if streak:
             leaf = int(m["first_nonfinite_gradient"])
             what = f"the gradient of {list(model.ledger(self.c.model))[leaf]}" if leaf >= 0 else "the loss"
@@ -1400,7 +1730,16 @@ class Run:
     def evaluate(self, step: int) -> bool:
         """Held-out loss after `step`; False if a signal cut it short (it is made up for after the restart)."""
         began = time.perf_counter()
-        results = self.held_out(self.params, self.progress.bar is not None, lambda: self.stop.code is not None)
+        self.alive.now(f"step {step}: evaluating {len(self.held_out.batches)} batches", busy=True)
+        asked = itertools.count()
+
+        def should_stop() -> bool:  # asked before each batch
+            if next(asked):
+                self.alive.tick()
+            return self.stop.code is not None
+
+        results = self.held_out(self.params, self.progress.on_terminal, should_stop)
+        self.alive.now(f"training from step {step + 1} on")
         if results is None:
             return False
         clock_and_size = {
@@ -1418,6 +1757,7 @@ class Run:
     def save(self, step: int) -> None:
         """Begin the asynchronous save of the state after `step`; all its metrics are on disk before."""
         began = time.perf_counter()
+        self.alive.now(f"saving step {step}", busy=True)
         self.metrics.sync()
         meta = {
             "format_version": FORMAT_VERSION,
@@ -1425,13 +1765,15 @@ class Run:
             "instances_seen": self.seen,
             "tokens_seen": self.seen * self.c.data.sequence_length,
             "items": ["params", "opt_state", "meta"],
-            "data": self.data_identity,
+            "data": self.data_identity | {"index_path": str(self.source.path.resolve())},
             "config": science_dict(self.c),
             "checksums": {"params": checksums(self.params), "opt_state": checksums(self.opt_state)},
-            "versions": {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")},
+            "versions": versions(),
+            "environment": environment(),
         }
         self.checkpoints.save(step, self.params, self.opt_state, meta)
         self.checkpoints.seconds["checkpoint/save_duration_s"] = time.perf_counter() - began
+        self.alive.now(f"training from step {step + 1} on")
         self.saved = step
 
     def summarised(self) -> int | None:
@@ -1443,36 +1785,42 @@ class Run:
             return None
 
     def summarise(self) -> None:
-        """summary.json, the same on standard output, and curves.png."""
-        final, skipped = {}, 0
+        """summary.json, the same on standard output, and curves.png; null is what metrics.jsonl does not tell, as when
+        only the checkpoints were copied."""
+        final, skipped = {}, []
         for _, row in read_metrics(self.run_dir / "metrics.jsonl"):
             final |= row
-            skipped += row.get("optim/step_skipped", 0)
+            skipped += [row["optim/step_skipped"]] if "optim/step_skipped" in row else []
         seconds = float(np.median(self.seconds_a_step)) if self.seconds_a_step else None
         summary = {
-            "step": final["step"],
-            "ce": final["train/CE loss"],
+            "step": self.saved,
+            "ce": final.get("train/CE loss"),
             "heldout_ce": final.get("eval/lm/all/CE loss"),
-            "tokens": final["throughput/total tokens"],
+            "heldout_of": self.held_out and self.held_out.of[0],
+            "tokens": self.seen * self.c.data.sequence_length,
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
-            "skipped_steps": skipped,
+            "skipped_steps": sum(skipped) if skipped else None,
             **{tag: final[tag] for tag in final if re.match("throughput/device/(TFLOPs|MFU)", tag)},  # of the last step
-            "checkpoint": str(self.run_dir / "checkpoints" / str(final["step"])),
-            "curves": str(draw_curves(self.run_dir)),
+            "checkpoint": str(self.run_dir / "checkpoints" / str(self.saved)),
+            "curves": str(draw_curves(self.run_dir)) if skipped else None,
         }
         text = json.dumps(summary, indent=1) + "\n"
         replace_file(self.run_dir / "summary.json", text)
         print(text, end="", flush=True)
 
 
-def train(c: Config, run_dir: Path, data_root: str | None, init_from, init_state_kind: str, profile: int = 0) -> int:
+def train(c: Config, run_dir: Path, args: argparse.Namespace) -> int:
     """Run to run.steps, to a signal or to a failure; returns the exit code."""
-    run = Run(c, run_dir, data_root, profile)
-    if run.begin(init_from, init_state_kind):
-        return run.loop()
-    if jax.process_index() == 0:
-        print((run_dir / "summary.json").read_text(), end="")
-    return 0
+    with contextlib.ExitStack() as at_exit:
+        if jax.process_index() == 0:  # a trainer that was just killed may still be ending
+            at_exit.enter_context(data.sole_writer(run_dir, wait=5))
+        run = Run(c, run_dir, args)
+        at_exit.callback(run.alive.close)
+        if run.begin(args.init_from, args.init_state):
+            return run.loop()
+        if jax.process_index() == 0:
+            print((run_dir / "summary.json").read_text(), end="")
+        return 0
 
 
 def on_process_0(value: bool) -> bool:
@@ -1519,13 +1867,15 @@ def replace_file(path: Path, text: str) -> None:
 
 def dry_run(c: Config, data_root: str | None) -> None:
     """Check everything that can be checked without computing and print the plan as JSON."""
+    check_length(c)
     mesh = make_mesh(c)
     local = c.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
     check_compiler_options(c)
-    index = data.open_data(c.data, data_root).index  # their sizes, too
-    check_vocabulary(index, c, c.data.index)
+    source = data.open_data(c.data, data_root)  # their sizes, too
+    check_vocabulary(index := source.index, c, c.data.index)
     if c.run.eval_index is not None:
-        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+        trained = data.TrainingData.of(source.path, index)
+        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained])
     tokens = c.data.global_batch * c.data.sequence_length
     plan = {
         "parameters": model.parameter_count(c.model),
@@ -1557,6 +1907,12 @@ def parse_args(argv=None):
     parser.add_argument("--init-state", choices=("params", "adam"), default="params",
                         help="with --init-from: fresh moments, or those that convert.py stage2-init prepared")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
+    parser.add_argument("--allow", action="append", default=[], metavar="KEY",
+                        help="let a resumed run change this key of its science, or all of a section; repeatable")  # fmt: skip
+    parser.add_argument("--local-dir", metavar="DIR", help="where RUN is a mounted bucket: a folder of this machine for the "
+                        "order of the data and the log, which each save copies to RUN")  # fmt: skip
+    parser.add_argument("--alive-every", type=float, default=60, metavar="SECONDS",
+                        help="say so often what the run does, as long as it gets on; default: %(default)g")  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS",
                         help="trace so many steps with jax.profiler into RUN/profile (TensorBoard and XProf show it)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, compute nothing")
@@ -1586,6 +1942,7 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     """
     global checking_inputs
     checking_inputs = True
+    pin_settings()
     try:
         return command() or 0
     except (RunFailed, OSError) as e:
@@ -1605,6 +1962,20 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
         return 1
 
 
+def check_port(coordinator: str) -> None:
+    """JAX crashes where it cannot listen."""
+    port = int(coordinator.rpartition(":")[2])
+    if not 0 < port < 65536:
+        raise ValueError(f"--coordinator: got port {port}, expected 1 to 65535")
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what only lingers from an earlier run is no hindrance
+        try:
+            s.bind(("", port))
+        except OSError as e:
+            raise RunFailed(f"--coordinator {coordinator}: port {port} cannot be listened at ({e.strerror}); fix: another "
+                            "port, or end what uses it") from e  # fmt: skip
+
+
 def join_processes(args) -> bool:
     """Start jax.distributed as the flags say; False if they ask for a single process."""
     named = (args.coordinator, args.num_processes, args.process_id)
@@ -1621,6 +1992,8 @@ def join_processes(args) -> bool:
             raise ValueError(f"--coordinator: got {args.coordinator!r}, expected HOST:PORT")
         if not 0 <= args.process_id < args.num_processes:
             raise ValueError(f"--process-id: got {args.process_id}, expected 0 to {args.num_processes - 1}")
+        if args.process_id == 0:
+            check_port(args.coordinator)
     # Gloo greets on standard output, which is for results.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -1641,6 +2014,19 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
+def check_flags(args: argparse.Namespace, c: Config) -> None:
+    if args.init_from is None and args.init_state != "params":
+        raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
+    if args.profile < 0:
+        raise ValueError(f"--profile: got {args.profile}, expected a number of steps")
+    if not 0 < args.alive_every < 1e6:
+        raise ValueError(f"--alive-every: got {args.alive_every}, expected a number of seconds")
+    keys = flatten(science_dict(c))
+    for allowed in args.allow:
+        if not any(f"{key}.".startswith(f"{allowed}.") for key in keys):
+            raise ValueError(unknown_key(f"--allow {allowed}", allowed, keys))
+
+
 def main(argv=None) -> int:
     args, several = parse_args(argv), False
 
@@ -1648,15 +2034,13 @@ def main(argv=None) -> int:
         nonlocal several
         several = join_processes(args)
         c = load_config(args.config, args.hardware, args.set)
-        run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")  # refuses URLs
-        if args.init_from is None and args.init_state != "params":
-            raise ValueError("--init-state adam: got no --init-from, expected a checkpoint to start from")
+        run_dir = data.local_path(args.run_dir or f"runs/{c.run.name}")
+        orbax_path(run_dir)  # or it is refused before anything is written
+        check_flags(args, c)
         cache_compilations(c)
         if args.dry_run:
             return dry_run(c, args.data_root)
-        if args.profile < 0:
-            raise ValueError(f"--profile: got {args.profile}, expected a number of steps")
-        return train(c, run_dir, args.data_root, args.init_from, args.init_state, args.profile)
+        return train(c, run_dir, args)
 
     try:
         code = run_command("train.py", command)

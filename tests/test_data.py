@@ -1498,6 +1498,7 @@ def test_tokenizer_of_olmo3(tmp_path, monkeypatch, capsys):
     assert (summary["vocab_size"], summary["eos_id"], summary["pad_id"]) == (100278, 100257, 100277)
     assert summary["sha256"] == "3ca996cca8afea58b34e95c353e859333592642a5e51d695d7a6dbbaf692dfe9"
     assert hashlib.sha256(made.read_bytes()).hexdigest() == summary["sha256"]
+    assert data.tokenizer_content(made) == "allenai/dolma2-tokenizer"  # what the indexes of Ai2's mixes call it
 
     tiktoken = pytest.importorskip("tiktoken")
     cached.mkdir()  # under the name that tiktoken gives what it fetches

@@ -668,19 +668,23 @@ def test_swiglu_equals_autodiff():
 # ------------------------------------------------------------------------------------------------------------- loss
 
 
-def chunked(c, x, head, labels, mask, z_loss, chunk):
-    """(loss, CE per token, dx, dW) of model.cross_entropy on one device."""
+def chunked(c, x, head, labels, mask, z_loss, chunk, shape=(1, 1, 1, 1)):
+    """(loss, CE per token, lse^2 per token, dx, dW) of model.cross_entropy."""
 
     def body(x, head, labels, mask):
         def f(x, head):
             total, per_token = model.cross_entropy(x, head, labels, mask, z_loss, c, chunk)
-            return total, per_token
+            return total / lax.axis_size("tensor"), per_token
 
         x, head, labels, mask = model.vary((x, head, labels, mask))
         (total, per_token), (dx, dhead) = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(x, head)
-        return tuple(lax.psum(a, model.AXES) for a in (total, per_token.ce_N, per_token.lse_squared_N, dx, dhead))
+        ce, lse_squared = (a / lax.axis_size("tensor") for a in per_token)
+        per_row = (lax.psum(a, "tensor") for a in (ce, lse_squared, dx))
+        return lax.psum(total, model.AXES), *per_row, lax.psum(dhead, ("data", "context"))
 
-    return [np.asarray(a) for a in on_mesh(body, (P(),) * 4, (P(),) * 5)(x, head, labels, mask)]
+    rows, matrix = P(("data", "fsdp", "context")), P("tensor", "fsdp")
+    f = on_mesh(body, (rows, matrix, rows, rows), (P(), rows, rows, rows, matrix), shape)
+    return [np.asarray(a) for a in f(x, head, labels, mask)]
 
 
 def test_chunked_loss_equals_plain_autodiff():
@@ -717,6 +721,56 @@ def test_masked_tokens_contribute_nothing():
     assert loss == other_loss
     for name in grads:
         np.testing.assert_array_equal(grads[name], other_grads[name], err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masked_tokens_that_overflow_contribute_nothing(shape, dtype):
+    """Catches 0 * inf = NaN in the loss, in dx and, for all labels, in dW, where masked tokens have logits, a logsumexp
+    or hidden states that are not finite. Catches a weight taken for a bool: of -0.5 or 2, as post-training has."""
+    N, D, V, z_loss = 32, 48, 104, 0.02
+    c = replace(CONFIG, compute_dtype=dtype)
+    rng = np.random.default_rng(0)
+    x, head = rng.normal(size=(N, D)), (0.2 * rng.normal(size=(V, D))).astype(np.float32)
+    x = np.asarray(x, jnp.dtype(dtype))
+    labels = rng.integers(0, 97, N).astype(np.int32)
+    weights = rng.choice([0.0, 1.0, -0.5, 2.0], N).astype(np.float32)
+    masked = np.flatnonzero(weights == 0)
+    calm = chunked(c, x, head, labels, weights, z_loss, 3, shape)
+
+    def plain(x, head):
+        logits = (x @ head.T)[:, :97]
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.sum(weights * (lse - logits[jnp.arange(N), labels] + z_loss * lse**2))
+
+    loss, (dx, dhead) = jax.value_and_grad(plain, argnums=(0, 1))(x.astype(np.float32), head)
+    close = 2e-6 if dtype == "float32" else 2e-2
+    assert calm[0] == pytest.approx(float(loss), rel=close)
+    assert difference(calm[3].astype(np.float32), dx) < close and difference(calm[4], dhead) < close
+
+    wild = x.copy()
+    for row, value in zip(masked, [np.inf, -np.inf, np.nan, 3e38, -1e38] * N, strict=False):
+        wild[row, :: 1 + row % 3] = value
+    odd = np.where(weights == 0, -100, labels)
+    got = chunked(c, wild, head, odd, weights, z_loss, 3, shape)
+    assert len(masked) >= 5 and not np.isfinite(got[1][masked]).any()
+    for name, a, b in zip(("loss", "CE", "lse^2", "dx", "dW"), got, calm, strict=True):
+        unmasked = np.flatnonzero(weights) if name in ("CE", "lse^2") else ...
+        np.testing.assert_array_equal(a[unmasked], b[unmasked], err_msg=name)
+
+
+def test_weights_of_labels_reach_every_gradient():
+    """Catches a loss_mask that is cast to bool, or counted, between the batch and the loss: what is linear in it."""
+    mesh, params, batch = (1, 2, 2, 2), random_params(CONFIG), random_batch(CONFIG, 2, 16)
+    twice, minus_half = np.zeros((2, 2, 16), np.float32)
+    twice[0, 3:9] = twice[1, ::2] = minus_half[0, 10:] = 1
+    parts = [2 * twice - 0.5 * minus_half, twice, minus_half]
+    both, first, second = (
+        loss_and_gradients(CONFIG, params, batch | {"loss_mask": mask}, BLOCKWISE, shape=mesh) for mask in parts
+    )
+    assert both[0] == pytest.approx(2 * first[0] - 0.5 * second[0], rel=1e-6)
+    for name in both[2]:
+        assert difference(both[2][name], 2 * first[2][name] - 0.5 * second[2][name]) < 1e-5, name
 
 
 def test_everything_masked_is_zero():

@@ -6,7 +6,9 @@ What a process does (kill -9, SIGTERM, exit codes) is tried on real processes. T
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -14,17 +16,21 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 import yaml
 from harness import (
     BATCH,
@@ -46,6 +52,7 @@ from orbax.checkpoint._src.asyncio_utils import run_sync
 import convert
 import data
 import model
+import processes
 import train
 
 
@@ -109,6 +116,19 @@ def test_killed_run_continues_to_the_bit(house, straight, tmp_path, kills, last)
     assert steps_in(tmp_path) == {"4", "8", "12", "16"}  # and no half of a save is left
 
 
+def test_run_below_an_odd_name(house, straight, tmp_path):
+    """A folder with brackets, as sweeps call theirs: what is saved below it is not all there, and a resume sets the only
+    good step aside."""
+    run_dir = tmp_path / "a b[1]#2%ü*?"
+    process = house.start(run_dir, "run.keep_checkpoints=1", hook=("save", 12, signal.SIGKILL))
+    assert process.wait(timeout=120) == -signal.SIGKILL, process.communicate()
+    assert "8" in steps_in(run_dir)
+    _, err = house.run(run_dir, "run.keep_checkpoints=1")
+    assert f"resuming from {run_dir / 'checkpoints'}/" in err and "damaged" not in err
+    assert_same_run(run_dir, straight)
+    assert steps_in(run_dir) == {"16"}
+
+
 def test_signals_save_the_last_finished_step(house, straight, tmp_path):
     """Case 111: a signal during the first compile, an evaluation or the loop, or a second one, that is not heeded,
     saves nothing, or leaves out the evaluation that it cut short. One loader worker beside."""
@@ -164,7 +184,7 @@ def test_extended_run_keeps_its_curve(main, straight, tmp_path, capsys):
     shutil.copytree(straight, run_dir)
     assert main(run_dir, "run.steps=20") == 0
     assert "run.steps changes from 16 to 20" in capsys.readouterr().err
-    assert main(run_dir, "run.steps=22", "schedule.0.total_steps=60") == 0
+    assert main(run_dir, "run.steps=22", "schedule.0.total_steps=60", extra=("--allow", "schedule")) == 0
     assert "schedule.0.total_steps changes from 40 to 60" in capsys.readouterr().err
     assert board(run_dir)["checkpoint/load_duration_s"] == [17, 21]
     got = [r["optim/LR (group 0)"] for r in rows(run_dir) if "train/CE loss" in r]
@@ -357,8 +377,124 @@ def test_damaged_checkpoint_is_set_aside(main, straight, tmp_path, capsys, kind)
     assert_same_checkpoint(run_dir, straight)
 
 
-def test_reads_end_before_the_loop_they_report_to():
-    """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process."""
+def tiny_state():
+    params = {"embed": jnp.arange(12.0).reshape(3, 4), "wq": jnp.ones((2, 3, 5))}
+    return params, optax.adam(0.1).init(params)[0]
+
+
+ODD_NAMES = [
+    "a b[1]#2%ü*?", "**", "[!a]", "-dash", "{a}$HOME;`x`", "new\nline", "'single\"double", "x~", "..x", " ", "s3:", "gs",
+    "a:b|c", "%s%d%20", "1.orbax-checkpoint-tmp", "ocdbt.process_0", "n" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_checkpoints_below_any_name(tmp_path, name):
+    """A name that a library reads as a pattern, an address or a format: a checkpoint that is reported as saved and lacks
+    its arrays, or lies elsewhere, or is never deleted; the leavings of another that was killed taken for one."""
+    folder = tmp_path / name / "checkpoints"
+    params, state = tiny_state()
+    meta = {"format_version": train.FORMAT_VERSION, "step": 0, "instances_seen": 0, "data": {}, "config": {}}
+    (folder / "3.orbax-checkpoint-tmp" / "params.orbax-checkpoint-tmp").mkdir(parents=True)
+    for steps in ((1, 2), (3,)):
+        checkpoints = train.Checkpoints(folder, 1)
+        for step in steps:
+            checkpoints.save(step, params, state._replace(mu=jax.tree.map(lambda x: x + step, params)), meta)  # noqa: B023
+        checkpoints.close()
+    assert [p.name for p in folder.iterdir()] == ["3"]
+    assert train.read_meta(folder / "3") == meta
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for item, tree in (("params", params), ("opt_state", state._replace(mu=jax.tree.map(lambda x: x + 3, params)))):
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+        jax.tree.map(np.testing.assert_array_equal, train.read_item(folder / "3", item, target), tree)
+
+
+def test_checkpoints_behind_a_link(tmp_path):
+    """ "link/.." that one library takes for the folder above the link and another for the one above what it points to: the
+    arrays of a checkpoint far from its metadata. A link is also the way out where a name is refused."""
+    (tmp_path / "far" / "off\\").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "off\\")
+    params, state = tiny_state()
+    for folder in (tmp_path / "link" / ".." / "up", tmp_path / "link" / "down"):
+        checkpoints = train.Checkpoints(folder, None)
+        checkpoints.save(1, params, state, {})
+        checkpoints.close()
+    for folder in (tmp_path / "far" / "up", tmp_path / "far" / "off\\" / "down"):
+        assert (folder / "1" / "params" / "manifest.ocdbt").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["far", "link"]
+
+
+@pytest.mark.parametrize(
+    "path, named",
+    [
+        ("back\\slash", "a backslash"),
+        ("logs:/x", "ends in gs:"),
+        ("logs:", "ends in gs:"),
+        ("x.__lock/y", "ends in .__lock"),
+        (os.fsdecode(b"caf\xe9"), "not UTF-8"),
+        ("/gs/bucket/x", "called as a bucket"),
+    ],
+)
+def test_paths_that_orbax_cannot_write(house, main, tmp_path, capsys, path, named):
+    """A run of hours that meets at its first save, or never, that its checkpoints cannot lie there; arrays that are
+    written into another folder (a backslash)."""
+    assert main(tmp_path / path) == 2
+    assert named in (err := capsys.readouterr().err.splitlines()[-1]) and "symbolic link" in err
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+@pytest.mark.parametrize("name", ["s3:x", "gs:", "%s[1]"])
+def test_log_below_any_name(tmp_path, monkeypatch, name):
+    """A relative folder whose name begins as an address: TensorBoard's writer asks for a library of that storage."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    log = train.MetricsLog(Path(name), 0, Path(name))
+    log.write(1, {"train/CE loss": 2.5})
+    log.close()
+    assert board(tmp_path / name) == {"train/CE loss": [1]} and rows(tmp_path / name)[0]["step"] == 1
+
+
+def test_save_that_is_not_whole_is_no_checkpoint(tmp_path, monkeypatch):
+    """A listing that does not show what the processes wrote (a name taken for a pattern, a file system that lags): an
+    empty checkpoint that is reported as saved, for which the good one before it is deleted; several processes that wait
+    20 minutes for each other before they say so."""
+    params, state = tiny_state()
+    checkpoints = train.Checkpoints(tmp_path, 1)
+    checkpoints.save(1, params, state, {})
+    checkpoints.wait()
+    monkeypatch.setattr(train.LiteralPath, "glob", lambda self, pattern: iter(()))
+    checkpoints.save(2, params, state, {})
+    monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)  # the others wait for this process
+    with pytest.raises(
+        train.RunFailed, match="/2: a checkpoint could not be written: item 'params' cannot be read: NOT_F"
+    ):
+        checkpoints.wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2.orbax-checkpoint-tmp"}
+
+
+def test_chunk_that_is_missing_is_named(tmp_path):
+    """A checkpoint without the part of one process: every leaf is listed, the numbers of some are not all there."""
+    params, state = tiny_state()
+    checkpoints = train.Checkpoints(tmp_path, None)
+    checkpoints.save(1, params, state, {})
+    checkpoints.close()
+    train.check_whole(tmp_path / "1" / "params", params)
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/1/params/"}}
+    ts.KvStore.open(store).result().write("wq/0.0.0", None).result()
+    with pytest.raises(train.DamagedCheckpoint, match="item 'params': wq: got 0 of 1 chunks"):
+        train.check_whole(tmp_path / "1" / "params", params)
+
+
+def test_reads_end_before_the_loop_they_report_to(monkeypatch):
+    """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process. Event
+    loop policies, which warn from Python 3.14 on and are gone in 3.16."""
+    asyncio.set_event_loop(None)  # Python's own policy is made at the first need
+    for name in ("set_event_loop_policy", "get_event_loop_policy", "DefaultEventLoopPolicy"):
+        monkeypatch.delattr(asyncio, name, raising=False)
+    spec = importlib.util.spec_from_file_location("train_without_policies", train.__file__)
+    later = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, later)
+    spec.loader.exec_module(later)
     ended = []
 
     async def other_leaf():
@@ -371,8 +507,8 @@ def test_reads_end_before_the_loop_they_report_to():
     async def leaves():
         await asyncio.gather(damaged_leaf(), other_leaf())
 
-    with pytest.raises(train.DamagedCheckpoint, match="not a chunk"):
-        train.read_arrays(lambda: run_sync(leaves()))
+    with pytest.raises(later.DamagedCheckpoint, match="not a chunk"):
+        later.read_arrays(lambda: run_sync(leaves()))
     assert ended == [True]
 
 
@@ -460,7 +596,7 @@ def test_other_precision_of_the_computation_casts_nothing(house, main, straight,
     c = train.load_config(str(house.config), "cpu", ["model.compute_dtype=bfloat16"])
     checkpoints = train.Checkpoints(straight / "checkpoints", None)
     identity = train.read_meta(straight / "checkpoints" / str(STEPS))["data"]
-    step, *trees, _ = checkpoints.restore_latest(c, train.make_mesh(c), identity)
+    step, *trees, _ = checkpoints.restore_latest(c, train.make_mesh(c), identity, ["model.compute_dtype"])
     assert step == STEPS and "model.compute_dtype changes from float32 to bfloat16" in capsys.readouterr().err
     saved = restore(straight)
     leaves = {
@@ -473,6 +609,32 @@ def test_other_precision_of_the_computation_casts_nothing(house, main, straight,
 
 
 # ----------------------------------------------------------------------------------------------------------- identity
+
+
+def test_science_changes_on_request_only(main, straight, tmp_path, capsys):
+    """A resume with another rate, loss or mask that is one line among others: half of the curve is another recipe's. The
+    skip rule's window, whose length is part of the state, blamed on the model."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    before = snapshot(run_dir)
+    changes = ("optim.peak_lr=2e-2", "loss.z_loss=0.0", "data.repetition_filter=false", "data.mask_token=5",
+               "data.document_mask=true", "model.compute_dtype=bfloat16", "schedule.0.total_steps=60")  # fmt: skip
+    for change in changes:
+        key = change.partition("=")[0]
+        assert main(run_dir, "run.steps=18", change, extra=("--allow", "optim.eps")) == 2
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert f"{key}: got " in err and f"--allow {key} if it is meant" in err, err
+    for extra in ((), ("--allow", "optim")):
+        assert main(run_dir, "run.steps=18", "optim.skip_window=6", extra=extra) == 2
+        assert "optim.skip_window: got 6, expected 8 as in the run; the window is a part" in capsys.readouterr().err
+    assert main(run_dir, "run.steps=18", extra=("--allow", "optim.peak_rl")) == 2
+    assert "--allow optim.peak_rl: unknown key; did you mean 'optim.peak_lr'?" in capsys.readouterr().err
+    assert snapshot(run_dir) == before
+    allow = ("--allow", "optim", "--allow", "loss.z_loss")
+    assert main(run_dir, "run.steps=18", *changes[:2], "run.eval_index=null", extra=allow) == 0
+    err = capsys.readouterr().err
+    assert "optim.peak_lr changes from 0.01 to 0.02" in err and "loss.z_loss changes from 1e-05 to 0.0" in err
+    assert "run.steps changes from 16 to 18" in err
 
 
 def test_other_data_is_refused(main, straight, tmp_path, capsys):
@@ -522,8 +684,11 @@ def test_global_batch_changes_in_the_first_epoch(main, tmp_path, capsys, monkeyp
     """Case 13: a position counted in batches points elsewhere when the batch grows. Later: test_epoch_boundary."""
     no_evaluation = "run.eval_index=null"
     assert main(tmp_path, "data.global_batch=4", "run.steps=4", no_evaluation) == 0
-    ids = instances_of(monkeypatch, lambda: main(tmp_path, "data.global_batch=8", "run.steps=7", no_evaluation))
-    assert "data.global_batch changes from 4 to 8; the position stays at instance 16" in capsys.readouterr().err
+    more = ("data.global_batch=8", "run.steps=7", no_evaluation)
+    assert main(tmp_path, *more) == 2
+    assert "fix: leave them as they were, or --allow data.global_batch" in capsys.readouterr().err
+    ids = instances_of(monkeypatch, lambda: main(tmp_path, *more, extra=("--allow", "data.global_batch")))
+    assert "data.global_batch changes from 4 to 8" in capsys.readouterr().err
     order = data.olmo_core_permutation(161, 34521, 1)
     assert np.concatenate(ids).tolist() == order[16:40].tolist()
     assert train.read_meta(tmp_path / "checkpoints" / "7")["instances_seen"] == 40
@@ -635,8 +800,23 @@ def test_spike_is_skipped_after_a_resume_too(main, tmp_path, monkeypatch, capsys
     assert [r["step"] for r in got if r["optim/step_skipped"]] == [14]
     assert got == again
     assert_same_checkpoint(straight, resumed)
+    err = capsys.readouterr().err
+    assert err.count("step 14 skipped: CE ") == 2 and "more than 6 standard deviations above its last values" in err
     assert restore(straight)["opt_state['count']"] == STEPS - 1
     assert got[13]["optim/LR (group 0)"] == pytest.approx(schedule_of(40)(14), rel=1e-6)
+
+
+def test_skipped_steps_are_counted_not_poured_out(monkeypatch, capsys):
+    """A thousand lines that hide everything else; a model that learns nothing any more, without a word."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock) / 10)
+    skips = train.Skips(sigma=6.0)
+    for step in range(1, 201):
+        skips(step, skipped=step in (5, 7, 9) or step >= 180, loss=9.0, grad_norm=3.0)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
+    assert [int(re.search(r"step (\d+) skipped", line)[1]) for line in lines] == [5, 183, 187, 195]
+    assert "WARNING: 4 steps in a row" in lines[1] and "(6 since the last such line)" in lines[1]
+    assert "WARNING" not in lines[0] and "WARNING: 16 steps in a row" in lines[3]
 
 
 # ----------------------------------------------------------------------------------------------------------- new start
@@ -873,6 +1053,10 @@ def refused(capsys, argv: list[str]) -> str:
         ("run.steps=10.5", "run.steps: got 10.5 (float), expected a whole number"),
         ("run.steps=true", "run.steps: got True (bool), expected a whole number"),
         ("run.steps=0", "run.steps: got 0"),
+        ("run.steps=3000000000", "run.steps: got 3000000000, expected 1 to 2^31 - 1"),
+        ("run.steps=41", "run.steps: got 41, expected at most schedule.0.total_steps 40"),
+        ("run.seed=-1", "run.seed: got -1, expected 0 to 2^32 - 1"),
+        ("run.seed=4294967296", "run.seed: got 4294967296, expected 0 to 2^32 - 1"),
         ("run.steps", "--set run.steps: got no '='"),
         ("run=5", "run: got 5, expected the keys"),
         ("run.steps.more=5", "--set run.steps.more: run.steps is 16, it has no keys"),
@@ -898,6 +1082,11 @@ def refused(capsys, argv: list[str]) -> str:
         ("remat=none", "remat: got 'none', expected all, a list of names"),
         ("remat={1: [x]}", "remat: got entries for [1] sequences, expected one for 2 or more"),
         ("microbatch=0", "microbatch: got 0"),
+        ("remat=[1]", "remat: got 1, expected 'all', or names out of"),
+        ("loader_workers=2147483648", "loader_workers: got 2147483648, expected 0 to 1024"),
+        ("model.norm_eps=-1", "model.norm_eps: got -1.0, expected a positive number"),
+        ("loss.z_loss=-1", "loss.z_loss: got -1.0, expected 0 or more"),
+        ("xla_flags.xla_cpu_prefer_vector_width=", "xla_flags: "),
         ("attention=flash", "attention: got 'flash', expected one of"),
         ("mesh.fsdp=3", "mesh: got {'data': 1, 'fsdp': 3"),
         ("xla_flags.xla_no_such_flag=1", "xla_flags: "),
@@ -970,7 +1159,7 @@ def test_numbers_as_people_write_them(house):
         section, name = key.split(".")
         got = getattr(getattr(c, section), name)
         assert got == value and type(got) is float
-    assert train.parse_yaml("{a: true, b: null, c: ~, d: no, e: 017x, f: -3, g: 2.}", "text") == {
+    assert processes.parse_yaml("{a: true, b: null, c: ~, d: no, e: 017x, f: -3, g: 2.}", "text") == {
         "a": True, "b": None, "c": None, "d": "no", "e": "017x", "f": -3, "g": 2.0
     }  # fmt: skip
 
@@ -1021,7 +1210,209 @@ def test_dry_run_checks_and_writes_nothing(house, main, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+# ---------------------------------------------------------------------------------------- exit codes, by when it happens
+
+
+def fail_at(monkeypatch, step: int, error: Exception) -> None:
+    """The batch of `step` cannot be put on the devices."""
+    calls, to_device = iter(range(1, 100)), train.to_device
+
+    def failing(*args):
+        if next(calls) == step:
+            raise error
+        return to_device(*args)
+
+    monkeypatch.setattr(train, "to_device", failing)
+
+
+def test_bug_in_a_step_is_no_wrong_usage(main, tmp_path, monkeypatch):
+    """A ValueError of ours, or of zip and numpy called by us, in the middle of a run that ends as one line and exit code
+    2: no traceback, and a launcher never tries again. The step that was done before it is missing from the log."""
+    fail_at(monkeypatch, 3, ValueError("zip() argument 2 is shorter than argument 1"))
+    with pytest.raises(ValueError, match="zip"):
+        main(tmp_path / "run", "run.eval_index=null")
+    assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_bad_data_in_the_middle_of_a_run(main, tmp_path, capsys):
+    """An id beyond the vocabulary that is met in step 3: one line with its place, as before the first step, but 1."""
+    index = write_corpus(tmp_path, "train", {"web": 40}, seed=3)
+    tokens = tmp_path / "train" / "web" / "part-00000.npy"
+    content = np.fromfile(tokens, np.uint32)
+    content[SEQUENCE * data.olmo_core_permutation(40, 34521, 1)[2 * BATCH + 1] + 5] = 97
+    content.tofile(tokens)
+    index = write_index_of(tmp_path, tokens)
+    assert main(tmp_path / "run", f"data.index={index}", "run.eval_index=null", "run.steps=5") == 1
+    out, err = capsys.readouterr()
+    assert "got id 97, expected below the vocabulary size 97" in err.splitlines()[-1] and "Traceback" not in err
+    assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_complete_run_whose_log_was_not_copied(main, straight, tmp_path, capsys):
+    """KeyError 'train/CE loss', exit code 1, where a complete run has only its checkpoints: a launcher gives up."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight / "checkpoints", run_dir / "checkpoints")
+    for _ in range(2):  # the second time the summary is there
+        assert main(run_dir, "run.eval_index=null") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert (summary["step"], summary["tokens"]) == (STEPS, STEPS * BATCH * SEQUENCE)
+        assert summary["ce"] is summary["heldout_ce"] is summary["skipped_steps"] is summary["curves"] is None
+    (run_dir / "summary.json").unlink()
+    assert main(run_dir) == 0  # with held-out data: evaluated again
+    assert json.loads(capsys.readouterr().out)["heldout_ce"] == rows(straight)[-1]["eval/lm/all/CE loss"]
+
+
+def test_port_that_is_taken(house, tmp_path, capsys):
+    """A segmentation fault of JAX's coordinator, without a word, where its port is another's."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        several = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "1", "--process-id", "0")
+        assert train.main(house.argv(tmp_path / "run", extra=several)) == 1
+    err = capsys.readouterr().err
+    assert f"port {port} cannot be listened at (Address already in use)" in err and err.count("\n") == 1
+    assert train.main(house.argv(tmp_path / "run", extra=(several[0], "127.0.0.1:99999", *several[2:]))) == 2
+    assert "got port 99999" in capsys.readouterr().err
+
+
+def test_largest_seed(house):
+    """OverflowError in the first step for a seed that --dry-run lets pass; another seed than the one that was asked for."""
+    c = train.load_config(str(house.config), "cpu", ["run.seed=4294967295"])
+    params, _ = train.init_state(c, train.make_mesh(dataclasses.replace(c)))
+    key = jax.random.key(np.uint32(4294967295))
+    assert jax.random.key_data(key).tolist() == [0, 4294967295]
+    other = model.init_params(c.model, np.uint32(4294967295))
+    assert all(np.array_equal(params[name], other[name]) for name in params)
+
+
+# -------------------------------------------------------------------------------------------------------- two of a kind
+
+
+def test_two_trainers_of_one_run(house, straight, tmp_path):
+    """Two processes that write one run: checkpoints of one beside the log of the other."""
+    first = house.start(tmp_path / "run", hook=("step", 3, signal.SIGSTOP), log=tmp_path / "log")
+    for _ in range(600):
+        if (tmp_path / "log").exists() and '"step": 3' in (tmp_path / "log").read_text():
+            break
+        time.sleep(0.2)
+    try:
+        _, err = house.run(tmp_path / "run", expect=1)
+        assert f"is being written by process {first.pid} on " in err and str(tmp_path / "run") in err
+    finally:
+        first.send_signal(signal.SIGCONT)
+    _, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert_same_run(tmp_path / "run", straight)
+    assert not (tmp_path / ".run.lock").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+def test_run_from_another_folder(house, main, straight, tmp_path, capsys, monkeypatch):
+    """A config whose index path means something only in the folder where it was written; ~ as a folder's name; a data
+    root that does not hold the index; RUN/config.yaml, the record of what was run, that cannot be run."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(house.root, tmp_path / "home" / "corpus", ignore=shutil.ignore_patterns("straight", "xla"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sets = ("data.index=corpus/train.json", "run.eval_index=corpus/heldout.json", "run.steps=2")
+    assert main("~/run", *sets) == 2
+    err = capsys.readouterr().err
+    assert "corpus/train.json: got no such file, expected an index; looked for" in err
+    assert str(tmp_path / "elsewhere" / "corpus") in err and str(REPO / "corpus") in err
+    assert main("~/run", *sets, extra=("--data-root", "~/corpus")) == 0
+    assert f"corpus/train.json is taken from {tmp_path}/home/corpus/train.json" in capsys.readouterr().err
+    again = ["--config", "~/run/config.yaml", "--run-dir", "again", "--data-root", "~/corpus"]
+    assert train.main(again) == 0
+    assert "hardware: as " in capsys.readouterr().err
+    assert_same_checkpoint(tmp_path / "home" / "run", tmp_path / "elsewhere" / "again", step=2)
+    assert sorted(os.listdir()) == ["again"]
+    meta = train.read_meta(tmp_path / "home" / "run" / "checkpoints" / "2")
+    assert meta["data"]["index_path"] == str(tmp_path / "home" / "corpus" / "train.json")
+
+
+def test_log_and_order_in_a_local_folder(house, straight, tmp_path):
+    """Where the run directory is a bucket: random reads of the order and a file that is rewritten at each step. A kill
+    between two saves loses what the checkpoint has behind it, or doubles it."""
+    local = ("--local-dir", str(tmp_path / "local"))
+    run_dir = tmp_path / "bucket" / "run"
+    process = house.start(run_dir, hook=("step", 11, signal.SIGKILL), extra=local)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert [r["step"] for r in rows(run_dir) if "train/CE loss" in r] == list(range(1, 9))  # as the save of 8 left it
+    house.run(run_dir, extra=local)
+    assert_same_run(run_dir, straight)
+    assert not (run_dir / "order").exists() and list((tmp_path / "local" / "run" / "order").iterdir())
+
+
 # ------------------------------------------------------------------------------------------------------------- people
+
+
+def test_environment_that_changes_nothing(house, straight, tmp_path):
+    """Random numbers, precision or dtypes that variables of JAX change, so that a seed means other weights; a screen of
+    libtpu's errors on a machine without a TPU; "leaked shared_memory objects" of the loader's workers at the end."""
+    env = {"JAX_PLATFORMS": "", "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_ENABLE_X64": "1",
+           "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}  # fmt: skip
+    before = set(os.listdir("/dev/shm"))
+    _, err = house.run(tmp_path, "run.steps=4", "loader_workers=1", env=env.items())
+    assert_same_checkpoint(tmp_path, straight, step=4)
+    for name in list(env)[1:]:
+        assert re.search(f"^{name}=.* would change the numbers and is not used$", err, re.M), err
+    ours = "JAX_|no checkpoint|start: new|[0-9,]+ parameters; mesh|step [0-9]+"
+    assert [line for line in err.splitlines() if not re.match(ours, line)] == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}  # Python's arrays
+    assert train.read_meta(tmp_path / "checkpoints" / "4")["environment"] == {}
+
+
+def test_environment_that_changed_is_said(house, straight, tmp_path):
+    """Flags of the compiler, or another version of jax, that change the last bits in the middle of a run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    path = run_dir / "checkpoints" / "16" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["versions"]["jaxlib"] = "0.9.9"
+    path.write_text(json.dumps(meta))
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=1"
+    _, err = house.run(run_dir, "run.steps=17", "run.eval_index=null", env=[("XLA_FLAGS", flags)])
+    assert (
+        "jaxlib changes from 0.9.9 to " in err and "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=" in err
+    )
+
+
+def test_signs_of_life(capsys):
+    """A launcher that takes a long compilation or evaluation for a hang; a process that hangs and still says that it is
+    alive."""
+    alive = train.Alive(every=0.2)
+    lines = []
+
+    def said() -> list[str]:
+        lines[:] = capsys.readouterr().err.splitlines()
+        return lines
+
+    try:
+        alive.now("compiling", busy=True)
+        until = time.process_time() + 1
+        while time.process_time() < until:  # work
+            pass
+        assert any(line.startswith("compiling (0:0") for line in said())
+        alive.now("evaluating 50 batches")
+        for _ in range(20):
+            time.sleep(0.05)
+            alive.tick()
+        assert any(re.match(r"evaluating 50 batches, \d+ done \(0:0", line) for line in said())
+        until = time.process_time() + 1
+        time.sleep(0.5)  # what was done before is said once more at most
+        said()
+        while time.process_time() < until:  # spinning is no progress where there is something to count
+            pass
+        assert said() == []
+        alive.now("saving", busy=True)
+        time.sleep(0.5)  # the new phase is said
+        said()
+        time.sleep(1)
+        assert said() == []
+    finally:
+        alive.close()
 
 
 def test_full_disk_is_an_error(house, tmp_path):
