@@ -1284,6 +1284,8 @@ def write_shards(
     nothing else does. Empty documents are skipped, lone surrogates (JSON allows them, UTF-8 does not) become U+FFFD."""
     if (eos_id := tokenizer.token_to_id(eos)) is None:
         raise DataError(f"--eos: got {eos!r}, which the tokenizer does not know; fix: name its end-of-text token")
+    if shard_tokens < 1:
+        raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
     tokenizer.encode_special_tokens = True
     counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
     with contextlib.closing(ShardWriter(folder, shard_tokens)) as writer:
