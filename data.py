@@ -58,14 +58,14 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
@@ -1284,6 +1284,8 @@ def write_shards(
     nothing else does. Empty documents are skipped, lone surrogates (JSON allows them, UTF-8 does not) become U+FFFD."""
     if (eos_id := tokenizer.token_to_id(eos)) is None:
         raise DataError(f"--eos: got {eos!r}, which the tokenizer does not know; fix: name its end-of-text token")
+    if shard_tokens < 1:
+        raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
     tokenizer.encode_special_tokens = True
     counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
     with contextlib.closing(ShardWriter(folder, shard_tokens)) as writer:
@@ -1954,6 +1956,34 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     return counts
 
 
+def apart(work: Callable, paths: Sequence[Path], out: Path):
+    """work(paths, out) in a process of its own, started from any thread: its result, or its exception. (Python's pool of
+    processes waits for ever if one of them is killed while another starts.)"""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, work, paths, out))
+    try:
+        process.start()
+        sender.close()
+        result, error = receiver.recv()
+    except (EOFError, BrokenPipeError) as e:
+        what = "its process was killed, perhaps for want of memory; fix: run it again, with fewer --workers"
+        raise OSError(errno.ECHILD, what, str(out)) from e
+    process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def answer(sender, work: Callable, *arguments) -> None:
+    end_with_parent(0, 1)
+    try:
+        sender.send((work(*arguments), None))
+    except Exception as e:
+        e.add_note(traceback.format_exc())  # it is raised where this is not seen
+        sender.send((None, e))
+
+
 def pack(args: argparse.Namespace) -> dict:
     """Packs the documents of an index's files into token files and an index of their own."""
     source_path, out = local_path(args.index), local_path(args.out)
@@ -1990,13 +2020,9 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
     with contextlib.ExitStack() as stack:
         many = map
         if (workers := min(workers or os.cpu_count(), len(groups))) > 1:
-            context = multiprocessing.get_context("spawn")
-            many = stack.enter_context(ProcessPoolExecutor(workers, context, end_with_parent, (0, workers))).map
-        try:
-            counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
-        except BrokenProcessPool as e:
-            what = "a worker process was killed, perhaps for want of memory; fix: run it again, with fewer --workers"
-            raise OSError(errno.ECHILD, what, str(out)) from e
+            many = stack.enter_context(ThreadPoolExecutor(workers)).map
+            one = functools.partial(apart, one)
+        counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
     total = {name: sum(c[name] for c in counts) for name in counts[0]}
     if not total["documents"]:
         raise DataError(f"{source_path}: got no EOS ({source.eos_id}) in any file, expected one after each document")
