@@ -1,4 +1,4 @@
-"""Compare runs by what they logged. No jax, no siblings: copy it anywhere.
+"""Compare runs by what they logged. No jax: of the other files it needs data.py alone, for paths and locks.
 
     python compare.py exact A B            the difference of every quantity at every step; exit 0 only if all are 0
     python compare.py curves A B ...       training and held-out loss of runs of three systems: differences, picture
@@ -10,21 +10,26 @@ quantities, in the order of the steps. They are read side by side, a step at a t
 memory. What a clock decides is left out, since it differs between two runs that compute the same. By name:
 throughput/device/* (speeds), and whatever ends in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else
 is compared, counts of tokens too. null stands for a number that is not finite: equal to null, and to no number.
+How often both runs hold it is said.
 
 `curves` and `detect` also read folders of TensorBoard event files (ours, MaxText's, or what import-wandb made of
-OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv.
+OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv. Where a run holds null they leave the step
+out of all runs that are compared, and say how often.
 
-Exit codes: 0 all equal, nothing found; 1 something differs, or is in one run only, or `detect` fires; 2 wrong usage, or
-a file that cannot be read.
+Exit codes: 0 all equal, nothing found; 1 something differs, or is in one run only, or `detect` fires, or an output cannot
+be written; 2 wrong usage, or a file that cannot be read.
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
 import math
 import operator
+import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -35,16 +40,29 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data import DataError, local_path, os_error, replacing, sole_writer
+
 CLOCK = re.compile(r"throughput/device/|.*(_s|\(s\)|time|timestamp)$")
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
+@contextlib.contextmanager
+def reading(what: str | Path) -> Iterator[None]:
+    """What cannot be read is wrong input; what cannot be written is not."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as e:
+        why = os_error(e) if isinstance(e, OSError) else f"{what}: byte {e.start} is not UTF-8"
+        raise DataError(f"{why}; fix: check the file") from e
+
+
 def metrics_file(run: str) -> Path:
-    path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
+    path = local_path(run)
+    path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{run}: got no file {path}, expected a run directory or a metrics.jsonl; fix: check the path")
+        raise DataError(f"{run}: got no file {path}, expected a run directory or a metrics.jsonl; fix: check the path")
     return path
 
 
@@ -54,17 +72,20 @@ def no_number(name: str):
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """(step, quantities) of every whole line; a last line without its end is still being written, or was cut off."""
-    with open(path) as file:
+    with reading(path), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 print(f"compare.py: {path}, line {number}: left out, it has no end yet", file=sys.stderr)
                 return
             try:
                 row = json.loads(line, parse_constant=no_number)
-                yield operator.index(row.pop("step")), row
+                step = operator.index(row.pop("step"))
+                if not 0 <= step < 2**63:
+                    raise ValueError(f"step {step}")
             except (ValueError, KeyError, TypeError, AttributeError) as e:
-                raise ValueError(f"{path}, line {number}: got {line[:60]!r} ({e}), expected a JSON object with a step; "
-                                 "fix: cut the file before it") from e  # fmt: skip
+                raise DataError(f"{path}, line {number}: got {line[:60]!r} ({e}), expected a JSON object with a step; "
+                                "fix: cut the file before it") from e  # fmt: skip
+            yield step, row
 
 
 def read_steps(path: Path, first: float, last: float) -> Iterator[tuple[int, dict]]:
@@ -72,11 +93,11 @@ def read_steps(path: Path, first: float, last: float) -> Iterator[tuple[int, dic
     before = -1
     for step, rows in itertools.groupby(read_lines(path), key=lambda line: line[0]):
         if step <= before:
-            raise ValueError(f"{path}: got step {step} after step {before}, expected them to ascend")
+            raise DataError(f"{path}: got step {step} after step {before}, expected them to ascend")
         before, merged = step, {}
         for _, row in rows:
             if twice := merged.keys() & row.keys():
-                raise ValueError(f"{path}: step {step}: got {min(twice)!r} twice, expected it once")
+                raise DataError(f"{path}: step {step}: got {min(twice)!r} twice, expected it once")
             merged |= row
         if first <= step <= last:
             yield step, merged
@@ -101,36 +122,40 @@ def difference(a, b) -> float | None:
     """|a - b|; None where they differ by more than a number can say (null, text)."""
     if a == b:
         return 0.0
-    if any(type(x) not in (int, float) for x in (a, b)) or not math.isfinite(a - b):
+    if any(type(x) not in (int, float) for x in (a, b)):
         return None
-    return abs(a - b)
+    with contextlib.suppress(OverflowError):  # of whole numbers that are no float
+        return abs(a - b) if math.isfinite(a - b) else None
+    return None
 
 
 class Quantity:
     """What was seen of one quantity at the steps that both runs have."""
 
     def __init__(self):
-        self.compared = self.differing = 0
+        self.compared = self.differing = self.both_null = 0
         self.first = None  # difference
         self.largest, self.largest_at, self.total = 0.0, None, 0.0
         self.only_in = {"a": 0, "b": 0}
 
     def add(self, step: int, a, b) -> float | None:
         self.compared += 1
+        self.both_null += a is None and b is None
         delta = difference(a, b)
         if delta != 0:
             self.differing += 1
             self.first = self.first or {"step": step, "a": a, "b": b, "delta": delta}
             if delta is None or (self.largest is not None and delta > self.largest):
                 self.largest, self.largest_at = delta, step
-            self.total += delta or 0
+            self.total += 0 if delta is None else delta
         return delta
 
     def report(self) -> dict:
         mean = self.total / self.compared if self.compared else None
         return {"compared": self.compared, "differing": self.differing, "first_difference": self.first,
                 "max_delta": self.largest, "max_delta_step": self.largest_at,
-                "mean_delta": mean if self.largest is not None else None, "only_in": self.only_in}  # fmt: skip
+                "mean_delta": mean if self.largest is not None else None, "both_null": self.both_null,
+                "only_in": self.only_in}  # fmt: skip
 
 
 def exact(args: argparse.Namespace) -> dict:
@@ -170,7 +195,7 @@ def exact(args: argparse.Namespace) -> dict:
                 listed.append(None)
     reports = {tag: q.report() for tag, q in sorted(quantities.items())}
     if not compared[0] and not any(alone.values()):
-        raise ValueError(f"{args.a}, {args.b}: got no step to compare, expected some; fix: check the files and --steps")
+        raise DataError(f"{args.a}, {args.b}: got no step to compare, expected some; fix: check the files and --steps")
     spans = {
         key: value and dict(zip(("steps", "first", "last"), value, strict=True))
         for key, value in (("compared", compared), ("only_in_a", alone["a"]), ("only_in_b", alone["b"]))
@@ -214,6 +239,11 @@ def print_report(r: dict) -> None:
     for run in ("a", "b"):
         if alone := r[f"only_in_{run}"]:
             print(f"in {run.upper()} only: {alone['steps']} steps, {alone['first']} to {alone['last']}")
+    for tag, q in r["quantities"].items():
+        if q["both_null"]:
+            print(
+                f"{tag}: not a number in both runs at {q['both_null']} of {q['compared']} steps, which counts as equal"
+            )
     print(f"left out, decided by a clock: {', '.join(r['excluded']) or 'nothing'}")
     n, count = r["compared"]["steps"], len(r["quantities"])
     deltas = [q["max_delta"] for q in r["quantities"].values()]
@@ -263,6 +293,8 @@ def read_metrics(path: Path) -> Scalars:
     for step, row in read_steps(path, 0, math.inf):
         for tag, value in row.items():
             if WANTED.fullmatch(tag):
+                if value is not None and (type(value) not in (int, float) or not abs(value) < 2**1024):
+                    raise DataError(f"{path}: step {step}: got {tag!r} {value!r}, expected a number or null")
                 scalars.setdefault(tag, {})[step] = math.nan if value is None else float(value)
     return scalars
 
@@ -271,16 +303,17 @@ def read_events(path: Path) -> Iterator:
     """Event messages of a TensorBoard file: length (u64), its masked CRC-32C (u32), message, its CRC; little-endian.
 
     A last record that is not whole is still being written, or its writer was killed: said, and left out."""
+    from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         while True:
             at, head = file.tell(), file.read(12)
             length = int.from_bytes(head[:8], "little")
             if whole := len(head) == 12:
                 if masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little"):
-                    raise ValueError(f"{path}, byte {at}: got a length with a wrong checksum, expected a TensorBoard event "
+                    raise DataError(f"{path}, byte {at}: got a length with a wrong checksum, expected a TensorBoard event "
                                      "file; fix: cut it off there, or take another copy")  # fmt: skip
                 body = file.read(length + 4)
                 whole = len(body) == length + 4
@@ -289,8 +322,12 @@ def read_events(path: Path) -> Iterator:
                     print(f"compare.py: {path}, byte {at}: left out, the record has no end yet", file=sys.stderr)
                 return
             if masked_crc32c(body[:-4]) != int.from_bytes(body[-4:], "little"):
-                raise ValueError(f"{path}, byte {at}: got a record with a wrong checksum; fix: take another copy")
-            yield Event.FromString(body[:-4])
+                raise DataError(f"{path}, byte {at}: got a record with a wrong checksum; fix: take another copy")
+            try:
+                event = Event.FromString(body[:-4])
+            except DecodeError as e:
+                raise DataError(f"{path}, byte {at}: got a record that is no TensorBoard event ({e})") from e
+            yield event
 
 
 def event_files(folder: Path) -> list[Path]:
@@ -323,7 +360,7 @@ def read_csv(path: Path, step_column: str | None = None, names: dict[str, str] |
     Left out: __MIN and __MAX (the range of RUN - TAG), times, and columns that begin with "_". `names`: column -> tag,
     "" leaves it out. An empty cell was not logged. Lines before the header may be comments (#)."""
     names, runs, before = names or {}, {}, -1
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
         skipped = 0
         while (line := file.readline()).startswith("#"):
             skipped += 1
@@ -333,10 +370,10 @@ def read_csv(path: Path, step_column: str | None = None, names: dict[str, str] |
             known = [c for c in ((step_column,) if step_column else STEP_COLUMNS) if c in header]
             if not known or len(set(header)) < len(header):
                 got = f"{header}" if not known else f"{[c for c in header if header.count(c) > 1][0]!r} twice"
-                raise ValueError(f"{path}, line {skipped + 1}: got columns {got}, expected each once and one of "
+                raise DataError(f"{path}, line {skipped + 1}: got columns {got}, expected each once and one of "
                                  f"{step_column or ', '.join(STEP_COLUMNS)}; fix: import-wandb --step-column")  # fmt: skip
             if unknown := names.keys() - set(header):
-                raise ValueError(f"{path}: got no column {min(unknown)!r}, expected one of {header}; fix: --map")
+                raise DataError(f"{path}: got no column {min(unknown)!r}, expected one of {header}; fix: --map")
             columns = {}  # position -> (run, tag)
             for i, column in enumerate(header):
                 if names.get(column) or not (
@@ -347,10 +384,10 @@ def read_csv(path: Path, step_column: str | None = None, names: dict[str, str] |
             for row in rows:
                 where = f"{path}, line {rows.line_num + skipped}"
                 if len(row) != len(header):
-                    raise ValueError(f"{where}: got {len(row)} cells, expected {len(header)}; fix: export it again")
+                    raise DataError(f"{where}: got {len(row)} cells, expected {len(header)}; fix: export it again")
                 step = csv_number(row[header.index(known[0])], where, known[0])
                 if step != int(step) or step <= before:
-                    raise ValueError(f"{where}, column {known[0]!r}: got {step:g} after {before}, expected whole numbers "
+                    raise DataError(f"{where}, column {known[0]!r}: got {step:g} after {before}, expected whole numbers "
                                      "that ascend; fix: sort the file by it, and leave one row a step")  # fmt: skip
                 before = int(step)
                 for i, (run, tag) in columns.items():
@@ -358,9 +395,9 @@ def read_csv(path: Path, step_column: str | None = None, names: dict[str, str] |
                         value = csv_number(row[i], where, header[i], finite=False)
                         runs.setdefault(run, {}).setdefault(tag, {})[before] = value
         except csv.Error as e:
-            raise ValueError(f"{path}, line {rows.line_num + skipped}: {e}, expected CSV; fix: export it again") from e
+            raise DataError(f"{path}, line {rows.line_num + skipped}: {e}, expected CSV; fix: export it again") from e
     if not runs:
-        raise ValueError(f"{path}: got no value in {header}, expected columns RUN - TAG or TAG; fix: export again")
+        raise DataError(f"{path}: got no value in {header}, expected columns RUN - TAG or TAG; fix: export again")
     return runs
 
 
@@ -369,8 +406,8 @@ def csv_number(cell: str, where: str, column: str, finite: bool = True) -> float
         value = float(cell)
     except ValueError:
         value = None
-    if value is None or (finite and not math.isfinite(value)):
-        raise ValueError(f"{where}, column {column!r}: got {cell!r}, expected a number; fix: correct it there, or leave the "
+    if value is None or (finite and not abs(value) < 2**63):  # a step
+        raise DataError(f"{where}, column {column!r}: got {cell!r}, expected a number; fix: correct it there, or leave the "
                          f"column out (import-wandb --map '{column}=')")  # fmt: skip
     return value
 
@@ -381,16 +418,28 @@ class Series(NamedTuple):
     steps: np.ndarray
     values: np.ndarray
     counts: np.ndarray
+    null: np.ndarray = np.array([], np.int64)  # steps at which it was logged and is not a number
 
     @classmethod
     def of(cls, values: dict[int, float], counts: dict[int, float], shift: int) -> "Series":
         steps = np.array(sorted(s for s, v in values.items() if math.isfinite(v)), np.int64)
+        null = np.array(sorted(values.keys() - set(steps.tolist())), np.int64)
         ordered = [[values[s], counts.get(s, 1)] for s in steps.tolist()]
         both = np.array(ordered, np.float64).reshape(-1, 2)
-        return cls(steps + shift, both[:, 0], both[:, 1])
+        return cls(steps + shift, both[:, 0], both[:, 1], null + shift)
 
     def __getitem__(self, which) -> "Series":
-        return Series(*(x[which] for x in tuple(self)))
+        return Series(*(x[which] for x in tuple(self)[:3]), self.null)
+
+    def between(self, first: float, last: float) -> "Series":
+        null = self.null[(self.null >= first) & (self.null <= last)]
+        return self[(self.steps >= first) & (self.steps <= last)]._replace(null=null)
+
+
+def numbers_in_all(several: list[Series]) -> list[Series]:
+    """Without the steps at which one of them is not a number: its mean would lack what is in the others' means."""
+    null = np.unique(np.concatenate([s.null for s in several]))
+    return [s[~np.isin(s.steps, null)] for s in several]
 
 
 class Run(NamedTuple):
@@ -405,15 +454,20 @@ class Run(NamedTuple):
         steps = self.training.steps
         return {"name": self.name, "source": self.source, "system": self.system, "z_loss": self.z_loss,
                 "points": len(steps), "first": int(steps[0]), "last": int(steps[-1]),
-                "heldout": {label: len(s.steps) for label, s in self.heldout.items()}}  # fmt: skip
+                "heldout": {label: len(s.steps) for label, s in self.heldout.items()}, "null": self.nulls()}  # fmt: skip
+
+    def nulls(self) -> dict[str, int]:
+        """Quantity -> at how many steps it is not a number; without those that always are."""
+        named = {"training": self.training} | {f"held-out {label}": s for label, s in self.heldout.items()}
+        return {name: len(s.null) for name, s in named.items() if len(s.null)}
 
 
 def find_scalars(run: str) -> list[tuple[str, str, Scalars]]:
     """(name, source, scalars) of each run that a path or the name of a reference holds: one, but for a CSV of several."""
-    path, named = Path(run), REFERENCES / f"{run}.csv"
+    path, named = local_path(run), REFERENCES / f"{run}.csv"
     boards = next((f for p in (path, path / "tensorboard") if (f := event_files(p))), []) if path.is_dir() else []
     if (path / "metrics.jsonl").is_file() or path.suffix == ".jsonl":
-        return [(path.name, str(metrics_file(run)), read_metrics(metrics_file(run)))]
+        return [(path.absolute().name, str(metrics_file(run)), read_metrics(metrics_file(run)))]
     if boards or (path.is_file() and "tfevents" in path.name):
         folder = path.parent if path.name == "tensorboard" else path
         return [(folder.resolve().name, str(path), read_board(boards or [path]))]
@@ -422,7 +476,7 @@ def find_scalars(run: str) -> list[tuple[str, str, Scalars]]:
     if not path.exists() and named.is_file():
         return [(run, f"references/{named.name}", read_csv(named)[""])]
     references = ", ".join(sorted(p.stem for p in REFERENCES.glob("*.csv")))
-    raise ValueError(f"{run}: got nothing to read, expected a run directory, a metrics.jsonl, a folder of TensorBoard event "
+    raise DataError(f"{run}: got nothing to read, expected a run directory, a metrics.jsonl, a folder of TensorBoard event "
                      f"files, a CSV of W&B, or one of {references}; fix: check the path")  # fmt: skip
 
 
@@ -433,7 +487,7 @@ def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
             break
     else:
         known = ", ".join(s.training.pattern.replace("[ _]", " ") for s in SYSTEMS.values())
-        raise ValueError(f"{source}: got no training loss, expected {known}; fix: check what it logs")
+        raise DataError(f"{source}: got no training loss, expected {known}; fix: check what it logs")
     found = {"": tag} | {m[1]: t for t in scalars if (m := s.heldout.fullmatch(t))}
     contains, series = "none", {}
     z_of_training = scalars.get(s.z_losses[0], {}) if s.z_losses else {}
@@ -445,33 +499,37 @@ def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
             if z_loss == "subtract":
                 z = scalars.get(z_tag, {})
                 if missing := values.keys() - z.keys():
-                    raise ValueError(f"{source}: step {min(missing)}: got {tag} without {z_tag}, expected both; "
+                    raise DataError(f"{source}: step {min(missing)}: got {tag} without {z_tag}, expected both; "
                                      "fix: --z-loss label")  # fmt: skip
                 contains, values = "subtracted", {step: value - z[step] for step, value in values.items()}
         series[label] = Series.of(values, scalars.get(tag + COUNT, {}), s.shift)
     run = Run(name, source, system, contains, series.pop(""), series)
     if not len(run.training.steps):
-        raise ValueError(f"{source}: got no finite training loss ({tag}), expected some; fix: check the run")
+        raise DataError(f"{source}: got no finite training loss ({tag}), expected some; fix: check the run")
     return run
 
 
 def read_runs(args: argparse.Namespace) -> list[Run]:
     """Every run named, cut to --steps. A cross-entropy beside one that contains z-loss is refused unless asked for."""
-    runs = [make_run(*found, args.z_loss) for run in args.runs for found in find_scalars(run)]
+    found = []
+    for run in args.runs:
+        with reading(run):
+            found += find_scalars(run)
+    runs = [make_run(*one, args.z_loss) for one in found]
     if len(runs) < 2:
-        raise ValueError(f"{args.runs[0]}: got one run, expected two or more; fix: name another, or a reference")
+        raise DataError(f"{args.runs[0]}: got one run, expected two or more; fix: name another, or a reference")
     if args.z_loss == "refuse" and len({r.z_loss for r in runs}) > 1:
         a, b = (next(r for r in runs if r.z_loss == kind) for kind in ("included", "none"))
-        raise ValueError(f"{a.name}: got {a.system}'s loss, which contains the z-loss, beside {b.name}, whose loss does not; "
+        raise DataError(f"{a.name}: got {a.system}'s loss, which contains the z-loss, beside {b.name}, whose loss does not; "
                          "fix: --z-loss subtract takes it off (wrong by a factor under gradient accumulation, where "
                          "MaxText logs the sum of the micro-batches'), --z-loss label compares them as they are")  # fmt: skip
     first, last = args.steps or (0, math.inf)
     names = [r.name for r in runs]
     cut = []
     for i, r in enumerate(runs):
-        of = {k: s[(s.steps >= first) & (s.steps <= last)] for k, s in (("", r.training), *r.heldout.items())}
+        of = {k: s.between(first, last) for k, s in (("", r.training), *r.heldout.items())}
         if not len(of[""].steps):
-            raise ValueError(f"{r.source}: got no training loss in steps {first} to {last}; fix: --steps")
+            raise DataError(f"{r.source}: got no training loss in steps {first} to {last}; fix: --steps")
         name = r.name if names.count(r.name) == 1 else f"{r.name} {names[: i + 1].count(r.name)}"
         cut.append(r._replace(name=name, training=of.pop(""), heldout=of))
     return cut
@@ -498,8 +556,9 @@ def spread(x: np.ndarray) -> float:
 def compare_bins(a: Series, b: Series, width: int) -> Bins:
     """Steps 1 to width, width + 1 to 2 width, ... Where the steps of one are (mostly) steps of the other too, these are
     paired, so that what both saw cancels; else means are compared. A value that is a mean itself (a reference's) is
-    compared with the other's mean over `width` steps about it."""
+    compared with the other's mean over `width` steps about it. A step at which either is not a number counts in none."""
     rows = []  # of Bins; instead of the error the spread of single steps and how many the difference is worth
+    a, b = numbers_in_all([a, b])
     for x, y, sign in ((a, b, 1), (b, a, -1)):
         for i in np.flatnonzero(x.counts > 1):
             near = y[(np.abs(y.steps - x.steps[i]) <= width / 2) & (y.counts == 1)]
@@ -515,9 +574,10 @@ def compare_bins(a: Series, b: Series, width: int) -> Bins:
             x, y = x[in_x], y[in_y]
             sd, worth = spread(x.values - y.values), len(steps)
         else:
-            sd, worth = np.nanmax([spread(x.values), spread(y.values), 0]), 1 / (1 / len(x.steps) + 1 / len(y.steps))
+            known = [sd for sd in (spread(x.values), spread(y.values)) if not math.isnan(sd)]
+            sd, worth = max(known, default=math.nan), 1 / (1 / len(x.steps) + 1 / len(y.steps))
         both = np.concatenate([x.steps, y.steps])
-        rows.append((both.mean(), x.values.mean() - y.values.mean(), sd or math.nan, worth, both.min(), both.max()))
+        rows.append((both.mean(), x.values.mean() - y.values.mean(), sd, worth, both.min(), both.max()))
     centre, delta, sd, worth, first, last = np.array(sorted(rows), np.float64).reshape(-1, 6).T
     # A bin of few steps does not know its own spread well: at least that of four bins on either side counts.
     near = [sd[max(0, i - 4) : i + 5] for i in range(len(sd))]
@@ -532,11 +592,14 @@ def shared(a: Series, b: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_width(runs: list[Run], asked: int | None) -> int:
-    """2,000 steps, as the case study has it; a twentieth of the steps that all runs have, where those are few."""
-    if asked:
+    """2,000 steps, as the case study has it; a twentieth of the steps that all runs have, where those are few, but at
+    least two that were logged: one has no spread."""
+    if asked is not None:
         return asked
     first, last = max(r.training.steps[0] for r in runs), min(r.training.steps[-1] for r in runs)
-    return int(min(2000, max(1, (last - first + 1) // 20)))
+    logged = [r.training.steps[r.training.counts == 1] for r in runs]
+    apart = max((int(np.median(np.diff(steps))) for steps in logged if len(steps) > 1), default=1)
+    return int(max(2 * apart, min(2000, (last - first + 1) // 20)))
 
 
 def smooth(bins: Bins, span: float) -> np.ndarray:
@@ -570,19 +633,20 @@ def landmarks(runs: list[Run], width: int) -> list[int]:
 def curves(args: argparse.Namespace) -> dict:
     """Training and held-out loss of two or more runs, and the difference of each to the last one named.
 
-    By bins of steps (--bin) and at landmarks; a picture, a table on standard error, JSON on standard output."""
+    By bins of steps (--bin) and at landmarks; a picture, a table on standard error, JSON on standard output. A step at
+    which one run's loss is not a number counts in no run that it is compared with."""
     runs = read_runs(args)
     *others, base = runs
     width = bin_width(runs, args.bin)
-    span = args.smooth or 9 * width
-    steps = args.landmarks or landmarks(runs, width)
+    span = 9 * width if args.smooth is None else args.smooth
+    steps = landmarks(runs, width) if args.landmarks is None else args.landmarks
     fig, top, low = new_figure()
     draw_losses(top, runs, width)
     differences, sizes = {}, []
     for i, r in enumerate(others):
         bins = compare_bins(r.training, base.training, width)
         if not len(bins.delta):
-            raise ValueError(
+            raise DataError(
                 f"{r.name}, {base.name}: got training losses at no common steps; fix: a wider --bin, or --steps"
             )
         held = {label: shared(s, base.heldout[label]) for label, s in r.heldout.items() if label in base.heldout}
@@ -592,7 +656,8 @@ def curves(args: argparse.Namespace) -> dict:
             "training": summary(bins.centre, bins.delta),
             "heldout": {label: summary(*both) for label, both in held.items()},
         }
-    table = [{"step": step, "training": {r.name: mean_about(r.training, step, width) for r in runs}, "heldout": {
+    training = dict(zip([r.name for r in runs], numbers_in_all([r.training for r in runs]), strict=True))
+    table = [{"step": step, "training": {name: mean_about(s, step, width) for name, s in training.items()}, "heldout": {
         r.name: {label: float(s.values[s.steps == step][0]) for label, s in r.heldout.items() if step in s.steps}
         for r in runs}} for step in steps]  # fmt: skip
     print_landmarks(table, runs, width)
@@ -612,6 +677,8 @@ def summary(steps: np.ndarray, delta: np.ndarray) -> dict:
 def notes(runs: list[Run]) -> list[str]:
     """What the numbers do not say themselves."""
     found = [f"{r.name}: {r.system}'s loss{Z_LABEL[r.z_loss]}" for r in runs if r.z_loss != "none"]
+    found += [f"{r.name}: {what} loss is not a number at {n} step{'s'[:n > 1]}, left out of all means that it would be "
+              "compared with" for r in runs for what, n in r.nulls().items()]  # fmt: skip
     if len({r.system for r in runs}) > 1:
         found.append("MaxText numbers steps from 0: its step s is shown as s + 1, the updates done")
     if any(label.endswith("-validation") for r in runs for label in r.heldout):
@@ -651,20 +718,27 @@ def markers(*several: dict) -> dict[str, str]:
 
 def new_figure() -> tuple:
     """Curves above, differences below."""
+    import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # a run may be called a$b$
     fig = Figure(figsize=(9, 7), layout="constrained")
     axes = fig.subplots(2, 1, height_ratios=(3, 2), sharex=True)
     return fig, *axes
 
 
-def save_figure(fig, path: str) -> str:
+def save_figure(fig, path: Path) -> str:
     for axes in fig.axes:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=90)
+    with replacing(path) as file:
+        fig.savefig(file, dpi=90, format=path.suffix[1:])
     return str(path)
+
+
+def shown(name: str) -> str:
+    """A name for a legend, which leaves out what begins with an underscore."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def draw_losses(axes, runs: list[Run], width: int) -> None:
@@ -674,7 +748,7 @@ def draw_losses(axes, runs: list[Run], width: int) -> None:
     for i, r in enumerate(runs):
         steps, means = bin_means(r.training, width)
         training += means.tolist()
-        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{r.name}: training{Z_LABEL[r.z_loss]}")
+        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{shown(r.name)}: training{Z_LABEL[r.z_loss]}")
         for label in sets.keys() & r.heldout.keys():
             s = r.heldout[label]
             heldout += s.values[len(s.values) // 5 :].tolist()
@@ -690,7 +764,7 @@ def draw_differences(
     axes, number: int, name: str, bins: Bins, heldout: dict, width: int, smoothed=None, span=0
 ) -> list:
     """Of one run to the last; returns sizes for the limits of the axis, without the first tenth of the bins."""
-    color, thin = f"C{number}", smoothed is not None
+    color, thin, name = f"C{number}", smoothed is not None, shown(name)
     axes.plot(bins.centre, bins.delta, color=color, lw=0.7, alpha=0.5 if thin else 1, marker="" if thin else ".",
               label=f"{name}: training, means of {width:,} steps")  # fmt: skip
     if thin:
@@ -740,14 +814,14 @@ def detect(args: argparse.Namespace) -> dict:
     shifts training loss alone too. Bins farther than a bin from any evaluation are not judged."""
     runs = read_runs(args)
     if len(runs) != 2:
-        raise ValueError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
+        raise DataError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
     width = bin_width(runs, args.bin)
     labels, steps, held = heldout_difference(*runs)
     bins = compare_bins(runs[0].training, runs[1].training, width)
     lowest, highest = heldout_about(bins, steps, held, width)
     known = np.isfinite(lowest) & np.isfinite(bins.error)
     if not known.any():
-        raise ValueError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
+        raise DataError(f"{runs[0].name}, {runs[1].name}: got no bin of {width} steps with a held-out loss near and more "
                          "than one training loss, expected some; fix: a wider --bin, or --steps")  # fmt: skip
     bins, lowest, highest = Bins(*(x[known] for x in bins)), lowest[known], highest[known]
     band = find_band(bins, lowest, highest, args.tolerance, args.alpha)
@@ -762,11 +836,19 @@ def detect(args: argparse.Namespace) -> dict:
     for axes, (n, stretch) in itertools.product((top, low), enumerate(stretches)):
         axes.axvspan(stretch["first"], stretch["last"], color="tab:red", alpha=0.12, lw=0,
                      label="training loss departs, held-out loss does not" if n == 0 else None)  # fmt: skip
-    return {"runs": [r.describe() for r in runs], "fires": bool(stretches), "stretches": stretches, "bin": width,
+    return {"runs": [r.describe() for r in runs], "equal": same_curves(*runs), "fires": bool(stretches),
+            "stretches": stretches, "bin": width,
             "bins_judged": len(bins.delta), "bins_fired": sum(s["bins"] for s in stretches), "z": band.z,
             "tolerance": args.tolerance, "noise": float(np.median(band.noise)), "heldout_sets": labels,
             "mean": {"training": float(bins.delta.mean()), "heldout": float(held.mean())},
             "picture": save_figure(fig, args.png), "notes": notes(runs)}  # fmt: skip
+
+
+def same_curves(a: Run, b: Run) -> bool:
+    """Every training and held-out loss of one is, bit for bit, in the other."""
+    pairs = [(a.training, b.training), *((a.heldout[label], b.heldout.get(label)) for label in a.heldout)]
+    same = (y is not None and all(map(np.array_equal, x, y)) for x, y in pairs)
+    return a.heldout.keys() == b.heldout.keys() and all(same)
 
 
 def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -779,7 +861,7 @@ def heldout_difference(a: Run, b: Run) -> tuple[list[str], np.ndarray, np.ndarra
         for step, delta in zip(*shared(a.heldout[label], b.heldout[label]), strict=True):
             by_step.setdefault(int(step), []).append(delta)
     if not by_step:
-        raise ValueError(f"{a.name}, {b.name}: got no held-out loss of the same set at the same step "
+        raise DataError(f"{a.name}, {b.name}: got no held-out loss of the same set at the same step "
                          f"({sorted(a.heldout)}, {sorted(b.heldout)}), expected some; fix: evaluate both")  # fmt: skip
     steps = sorted(by_step)
     return labels, np.array(steps), np.array([np.mean(by_step[step]) for step in steps])
@@ -835,7 +917,11 @@ def print_verdict(r: dict) -> None:
         print(f"steps {s['first']:,} to {s['last']:,}: training loss of {a} - {b} is {s['training']:+.4f} (largest "
               f"{s['largest']:+.4f}), held-out loss {s['heldout']:+.4f}: has {s['lower']} seen its instances before?",
               file=sys.stderr)  # fmt: skip
-    if not r["fires"]:
+    if r["equal"]:
+        n, points = len(r["runs"][0]["heldout"]), r["runs"][0]["points"]
+        print(f"equal: training loss of {a} and {b} is the same at all {points:,} steps, and so is held-out loss of {n} "
+              f"set{'s'[:n > 1]}", file=sys.stderr)  # fmt: skip
+    elif not r["fires"]:
         print(f"training and held-out loss tell the same in {r['bins_judged']} bins of {r['bin']:,} steps: {a} - {b} is "
               f"{r['mean']['training']:+.4f} and {r['mean']['heldout']:+.4f} on average", file=sys.stderr)  # fmt: skip
 
@@ -854,29 +940,42 @@ def import_wandb(args: argparse.Namespace) -> dict:
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
-    runs = read_csv(Path(args.csv), args.step_column, dict(args.map))
-    folders = {run: Path(args.dir) / (re.sub(r"[^\w.-]", "_", run) if len(runs) > 1 else "") for run in runs}
+    out = local_path(args.dir)
+    runs = read_csv(local_path(args.csv), args.step_column, dict(args.map))
+    folders = {run: re.sub(r"[^\w.-]", "_", run) if len(runs) > 1 else "" for run in runs}  # below DIR
     if len(set(folders.values())) < len(runs):
-        raise ValueError(
-            f"{args.csv}: got runs {sorted(runs)}, expected names that differ as folders; fix: rename them"
-        )
-    for folder in folders.values():
-        if event_files(folder):
-            raise ValueError(f"{folder}: got a folder with event files, expected none; fix: another DIR, or delete it")
+        raise DataError(f"{args.csv}: got runs {sorted(runs)}, expected names that differ as folders; fix: rename them")
     report = {}
-    for run, scalars in runs.items():
-        folders[run].mkdir(parents=True, exist_ok=True)
-        board = EventsWriter(str((folders[run] / "events").absolute()))  # unlike SummaryWriter it keeps a tag's spaces
-        board.write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        by_step: dict[int, list] = {}
-        for tag, values in scalars.items():
-            for step, value in values.items():
-                by_step.setdefault(step, []).append(Summary.Value(tag=tag, simple_value=value))
-        for step in sorted(by_step):
-            board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=by_step[step])))
-        board.close()
-        report[run] = {"folder": str(folders[run]), "steps": len(by_step), "first": min(by_step), "last": max(by_step),
-                       "tags": {tag: len(values) for tag, values in scalars.items()}}  # fmt: skip
+    with sole_writer(out):
+        for folder in (out / name for name in folders.values()):
+            if event_files(folder):
+                raise DataError(
+                    f"{folder}: got a folder with event files, expected none; fix: another DIR, or delete it"
+                )
+        place = Path(os.path.realpath(out))  # DIR may be "."
+        unfinished = place.with_name(f".{place.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # an import that was killed left it
+        for run, scalars in runs.items():
+            folder = unfinished / folders[run]
+            folder.mkdir(parents=True, exist_ok=True)
+            board = EventsWriter(str(folder / "events"))  # unlike SummaryWriter it keeps a tag's spaces
+            board.write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            by_step: dict[int, list] = {}
+            for tag, values in scalars.items():
+                for step, value in values.items():
+                    by_step.setdefault(step, []).append(Summary.Value(tag=tag, simple_value=value))
+            for step in sorted(by_step):
+                board.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=by_step[step])))
+            board.close()
+            report[run] = {
+                "folder": str(out / folders[run]), "steps": len(by_step), "first": min(by_step), "last": max(by_step),
+                "tags": {tag: len(values) for tag, values in scalars.items()},
+            }  # fmt: skip
+        for name in folders.values():  # complete, one file each
+            (out / name).mkdir(parents=True, exist_ok=True)
+            for file in event_files(unfinished / name):
+                os.replace(file, out / name / file.name)
+        shutil.rmtree(unfinished)
     return {"csv": args.csv, "runs": report}
 
 
@@ -884,9 +983,21 @@ def import_wandb(args: argparse.Namespace) -> dict:
 
 
 def natural(word: str) -> int:
-    if (n := int(word)) < 1:
+    if not 1 <= (n := int(word)) <= 10**12:
         raise ValueError(word)
     return n
+
+
+def count(word: str) -> int:
+    if not 0 <= (n := int(word)) <= 10**12:
+        raise ValueError(word)
+    return n
+
+
+def picture(word: str) -> Path:
+    if (path := local_path(word)).suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"got {word!r}, expected a name that ends in .png, .pdf or .svg")
+    return path
 
 
 def positive(word: str) -> float:
@@ -922,8 +1033,8 @@ def parse_args(argv=None) -> argparse.Namespace:
              "exact runs/straight runs/killed")  # fmt: skip
     p.add_argument("a", metavar="A", help="a run directory or a metrics.jsonl")
     p.add_argument("b", metavar="B")
-    p.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
-    p.add_argument("--show", type=int, default=20, metavar="N", help="values listed, at most (default: %(default)s)")
+    p.add_argument("--steps", type=count, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
+    p.add_argument("--show", type=count, default=20, metavar="N", help="values listed, at most (default: %(default)s)")
     p.add_argument("--all", action="store_true", help="list every value of every step, also where nothing differs")
     p.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
 
@@ -936,12 +1047,15 @@ def parse_args(argv=None) -> argparse.Namespace:
     ):  # fmt: skip
         p.add_argument("runs", nargs=several, metavar="RUN", help=what)
         p.add_argument("--bin", type=natural, metavar="STEPS",
-                       help="steps averaged; default: 2000, or a 20th of the steps in common if less")  # fmt: skip
-        p.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
+                       help="steps averaged; default: 2000, or a 20th of the steps in common if less, but two at least")  # fmt: skip
+        p.add_argument("--steps", type=count, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
         p.add_argument("--z-loss", choices=("refuse", "subtract", "label"), default="refuse",
                        help="where one loss contains z-loss (MaxText's) and another does not; default: %(default)s")  # fmt: skip
         p.add_argument(
-            "--png", default=f"runs/{'curves' if several == '+' else 'detect'}.png", help="default: %(default)s"
+            "--png",
+            type=picture,
+            default=f"runs/{'curves' if several == '+' else 'detect'}.png",
+            help="default: %(default)s",
         )
         if several == "+":
             p.add_argument("--smooth", type=natural, metavar="STEPS", help="of the thick difference; default: 9 bins")
@@ -974,10 +1088,16 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse_args(argv)
     try:
-        report = args.function(args)
-    except (ValueError, OSError) as e:
+        with sole_writer(args.png) if hasattr(args, "png") else contextlib.nullcontext():
+            report = args.function(args)
+    except DataError as e:  # whatever else is our own bug
         print(f"compare.py: error: {e}", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(f"compare.py: error: {os_error(e)}", file=sys.stderr)
+        return 1
+    for note in report.get("notes", ()):
+        print(note, file=sys.stderr)
     if args.verb == "detect":
         print_verdict(report)
     if args.verb == "exact" and not args.json:

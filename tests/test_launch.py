@@ -1,5 +1,6 @@
 """launch.py: the collectives of a training step are these and no others, compiled too; plans."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -11,11 +12,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from jax import lax
 
+import data
 import launch
 import model
 import train
@@ -309,6 +312,7 @@ def test_tables_and_json_say_the_same(capsys):
     [
         (("0",), "--devices: got 0, expected a positive number"),
         (("3",), "'fsdp': 64, 'context': 1, 'tensor': 1} for 3 devices, expected sizes whose product is 3"),
+        (("1" + "0" * 30,), "global batch: got 512"),
         (("640",), "global batch: got 512, expected a multiple of data x fsdp = 640"),
         (("512", "--set", "model.d_modle=1"), "model.d_modle: unknown key; did you mean 'd_model'?"),
     ],
@@ -422,7 +426,7 @@ def test_plan_to_the_end(capsys, tmp_path):
     }  # fmt: skip
     assert plan["scheduler"]["cycles"] > 1e5
     assert launch.main(plan_arguments("v5p", "v5p:2x2x1", "--keep", str(tmp_path / "kept"))) == 2
-    assert "is not empty, expected a new folder" in capsys.readouterr().err
+    assert "is there and not an empty folder" in capsys.readouterr().err
 
 
 MODULE = """HloModule jit_train_step, is_scheduled=true
@@ -620,6 +624,8 @@ def test_flops_of_the_case_study():
         ("v5p:2x2", (), "--topology: got 'v5p:2x2'"),
         ("v5p:4x4x4", ("--set", "mesh.data=2"), "for 64 devices, expected sizes whose product is 64"),
         ("v5p:4x4x8", ("--mfu", "44.5"), "--mfu: got 44.5, expected a fraction"),
+        ("v5p:4x4x8", ("--mfu", "nan"), "--mfu: got nan, expected a fraction"),
+        ("v5p:99999999x9999999x99999999", (), "devices, expected sizes whose product is"),
     ],
 )
 def test_bad_plan_is_one_line(capsys, topology, more, named):
@@ -627,6 +633,34 @@ def test_bad_plan_is_one_line(capsys, topology, more, named):
     assert launch.main([*PLAN, "v5p", "--topology", topology, *more]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("launch.py: error: ") and named in err
+
+
+def test_where_a_plan_is_kept(capsys, monkeypatch, tmp_path):
+    """Two compilers that dump into one folder; a folder called "~"; a file that is in the way shown as a traceback."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: True)
+    (tmp_path / "kept").mkdir()
+    with data.sole_writer(tmp_path / "kept"):
+        assert launch.main(plan_arguments("v5p", "v5p:2x2x1", "--keep", "~/kept")) == 1
+    assert f"{tmp_path / 'kept'}: is being written by process" in capsys.readouterr().err
+    (tmp_path / "kept" / "there").touch()
+    for name in ("kept", "kept/there"):
+        assert launch.main(plan_arguments("v5p", "v5p:2x2x1", "--keep", f"~/{name}")) == 2
+        err = capsys.readouterr().err
+        assert f"--keep: ~/{name} is there and not an empty folder" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("verb", "function"), [("collectives", "equations"), ("plan", "make_plan")])
+def test_a_bug_of_ours_is_no_wrong_usage(monkeypatch, verb, function):
+    """A mistake in this program that ends as one line and exit code 2, as if the user had made it."""
+    compiled = SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(launch, "compiling", lambda args, folder: contextlib.nullcontext(compiled))
+    monkeypatch.setattr(launch, "wait_for_plan", lambda *args: None)
+    monkeypatch.setattr(launch, function, lambda *args: dict(zip("ab", "a", strict=True)))
+    argv = [verb, "--config", "stage1.yaml", "--hardware", "v5p"]
+    with pytest.raises(ValueError, match="zip"):
+        launch.main([*argv, *(("--devices", "512") if verb == "collectives" else ("--topology", "v5p:4x4x8"))])
 
 
 def test_without_the_compiler(capsys, monkeypatch):

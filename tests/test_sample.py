@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import harness
 import jax
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 import convert
+import data
 import evaluate
 
 YARN = {"factor": 2.0, "original_length": 48, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -124,10 +126,10 @@ def test_a_sample_depends_on_seed_and_number_alone(sampler):
 
 def test_stops(sampler):
     """A stop that is not seen because tokens do not end where it does; text that keeps it; tokens after the end."""
-    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
     ids = tokenizer.encode("one two\nthree.\n\nfour").ids
 
-    def continued(*stops, eos=0, upto=100):
+    def continued(*stops, eos=(0,), upto=100):
         def scripted(prompts, n, draw, numbers):
             return (np.array([t, 5]) for t in ids[:n])
 
@@ -136,7 +138,7 @@ def test_stops(sampler):
     assert continued()._asdict() == {"tokens": ids, "text": "one two\nthree.\n\nfour", "stopped_by": None}
     assert continued("hree.\n\nf").text == "one two\nt" and continued("hree.\n\nf").stopped_by == "hree.\n\nf"
     assert continued("four", "two").text == "one " and len(continued("two").tokens) < len(ids)
-    ended = continued("four", eos=ids[3])
+    ended = continued("four", eos=(5, ids[3]))
     assert ended.tokens == ids[:3] and ended.stopped_by == tokenizer.id_to_token(ids[3])
     assert len(continued(upto=2).tokens) == 2
 
@@ -144,7 +146,8 @@ def test_stops(sampler):
 def test_command_line(run, sampler, monkeypatch, capsys):
     """Bad numbers that give text all the same; JSON that is not what was drawn; a limit passed in silence."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    tokenizer, _ = evaluate.find_tokenizer(None, sampler.opened)
+    monkeypatch.setenv("HOME", str(run))
+    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
 
     def sample(*arguments, expect=0):
         assert evaluate.main(["sample", str(run), "--hardware", "cpu", *arguments]) == expect
@@ -153,20 +156,34 @@ def test_command_line(run, sampler, monkeypatch, capsys):
     out, err = sample("--prompt", "The model", "--tokens", "100", "--num", "2", "--json", "--temperature", "0")
     found = json.loads(out)
     prompt = tokenizer.encode("The model").ids
-    expected = evaluate.continuations(sampler, tokenizer, 0, [prompt] * 5, 100, [], GREEDY)[0]
+    expected = evaluate.continuations(sampler, tokenizer, (0,), [prompt] * 5, 100, [], GREEDY)[0]
     assert "the model was trained on 96" in err and found["step"] == 3
     assert [s["tokens"] for s in found["samples"]] == [expected.tokens] * 2
     assert [s["text"] for s in found["samples"]] == [expected.text] * 2
     made = [evaluate.Continuation([5], " is", None), evaluate.Continuation([6], " was", None)]
     monkeypatch.setattr(evaluate, "continuations", lambda *args: made)
     assert sample("--prompt", "The model").out == f"The model is\n{'-' * 40}\nThe model was\n"
+    assert "The model" in sample("--prompt", "The model", "--seed", str(2**32 - 1), "--top-k", str(2**31 - 1)).out
     for arguments, words in (
         (["--temperature", "-1"], "--temperature: got -1.0"),
         (["--temperature", "inf"], "--temperature: got inf"),
+        (["--temperature", "nan"], "--temperature: got nan"),
+        (["--temperature", "1e-300"], "--temperature: got 1e-300"),
         (["--top-k", "-3"], "--top-k: got -3"),
+        (["--top-k", str(2**31)], "--top-k: got 2147483648"),
         (["--top-p", "0"], "--top-p: got 0.0"),
+        (["--top-p", "nan"], "--top-p: got nan"),
+        (["--seed", "-1"], "--seed: got -1, expected 0 to 2^32 - 1"),
+        (["--seed", str(2**32)], "--seed: got 4294967296"),
         (["--tokens", "0"], "--tokens: got 0"),
+        (["--tokens", str(2**31)], "--tokens: got 2147483648"),
+        (["--tokens", str(2**31 - 1)], "--tokens: got numbers that need"),  # a cache of all the text's keys and values
         (["--num", "0"], "--num: got 0"),
+        (["--num", str(10**30)], "--num: got 1000"),
+        (["--num", str(2**31 - 1)], "--num, --tokens: got numbers that need"),
+        (["--prompt", "\udcff"], "--prompt, --stop: got bytes"),  # as Python hands over bytes that are no UTF-8
+        (["--stop", "\udcff"], "--prompt, --stop: got bytes"),
+        (["--tokenizer", "~/none"], f"{run}/none: got no such file"),
         (["--stop", ""], "--stop: got an empty text"),
         (["--tokenizer", "nowhere.json"], "nowhere.json: got no such file"),
         (["--set", "mesh={data: 1, fsdp: 1, context: -1, tensor: 1}"], None),
@@ -174,7 +191,38 @@ def test_command_line(run, sampler, monkeypatch, capsys):
         if words is None:
             monkeypatch.setattr(jax, "device_count", lambda: 4)
             words = "mesh: got context 4, expected 1"
-        assert words in sample(*arguments, expect=2).err
+        err = sample(*arguments, expect=2).err
+        assert words in err and "expected" in err and err.count("\n") == 1
     os.rename(run.parent / "train.json", run.parent / "elsewhere.json")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert "--tokenizer: missing" in sample(expect=2).err
+    os.rename(run.parent / "elsewhere.json", run.parent / "train.json")
+
+
+def test_an_error_of_our_own_is_no_wrong_usage(run, monkeypatch):
+    """A bug in the middle of sampling that ends as one line and exit code 2, which says that the user is wrong."""
+
+    def bug(*_):
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(evaluate.Sampler, "__call__", bug)
+    with pytest.raises(ValueError, match="zip"):
+        evaluate.main(["sample", str(run), "--hardware", "cpu"])
+
+
+def test_a_model_with_several_ends_of_a_text(run, tmp_path, monkeypatch, capsys):
+    """A text that goes on past the second of them: the first token that the model draws is made one of them."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    prompt = ["--prompt", "The model", "--temperature", "0", "--tokens", "5", "--json"]
+    asked = ["sample", str(run), "--hardware", "cpu", *prompt]
+    evaluate.main(asked)
+    (free,) = json.loads(capsys.readouterr().out)["samples"]
+    end = free["tokens"][2]
+    before = free["tokens"][: free["tokens"].index(end)]  # a small model repeats itself
+    shutil.copyfile(run.parent / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
+    evaluate.main([*asked, "--tokenizer", str(tmp_path)])
+    (ended,) = json.loads(capsys.readouterr().out)["samples"]
+    tokenizer = data.load_tokenizer(tmp_path / "tokenizer.json")
+    assert ended["tokens"] == before and ended["stopped_by"] == tokenizer.id_to_token(end)

@@ -13,7 +13,6 @@ import glob
 import importlib.util
 import json
 import os
-import pkgutil
 import pty
 import re
 import shlex
@@ -639,27 +638,6 @@ def test_science_changes_on_request_only(main, straight, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "optim.peak_lr changes from 0.01 to 0.02" in err and "loss.z_loss changes from 1e-05 to 0.0" in err
     assert "run.steps changes from 16 to 18" in err
-
-
-def test_settings_of_jax_in_the_environment(house, main, straight, tmp_path, capsys, monkeypatch):
-    """Other initial weights, types or roundings from a variable that somebody had set, of which nothing tells: not in the
-    run, and not when it goes on elsewhere."""
-    hostile = {
-        "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_RANDOM_SEED_OFFSET": "3",
-        "JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
-    }  # fmt: skip
-    run_dir, sets = tmp_path / "run", ("run.steps=4", "run.eval_index=null")
-    _, err = house.run(run_dir, *sets, env=hostile | {"NVIDIA_TF32_OVERRIDE": "0"}, devices=1)
-    said = [line for line in err.splitlines() if "would change the numbers and is not used" in line]
-    assert {line.split("=")[0] for line in said} == hostile.keys()
-    assert_same_checkpoint(run_dir, straight, 4)
-    assert train.read_meta(run_dir / "checkpoints" / "4")["environment"] == {"NVIDIA_TF32_OVERRIDE": "0"}
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count=8")
-    monkeypatch.setattr(train, "versions", lambda: {"jax": "0.99"})
-    assert main(run_dir, "run.steps=5", "run.eval_index=null") == 0
-    err = capsys.readouterr().err
-    assert "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=true\n" in err
-    assert "NVIDIA_TF32_OVERRIDE changes from 0 to None" in err and " to 0.99" in err
 
 
 def test_other_data_is_refused(main, straight, tmp_path, capsys):
@@ -1373,6 +1351,37 @@ def test_log_and_order_in_a_local_folder(house, straight, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- people
 
 
+def test_environment_that_changes_nothing(house, straight, tmp_path):
+    """Random numbers, precision or dtypes that variables of JAX change, so that a seed means other weights; a screen of
+    libtpu's errors on a machine without a TPU; "leaked shared_memory objects" of the loader's workers at the end."""
+    env = {"JAX_PLATFORMS": "", "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_ENABLE_X64": "1",
+           "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}  # fmt: skip
+    before = set(os.listdir("/dev/shm"))
+    _, err = house.run(tmp_path, "run.steps=4", "loader_workers=1", env=env.items())
+    assert_same_checkpoint(tmp_path, straight, step=4)
+    for name in list(env)[1:]:
+        assert re.search(f"^{name}=.* would change the numbers and is not used$", err, re.M), err
+    ours = "JAX_|no checkpoint|start: new|[0-9,]+ parameters; mesh|step [0-9]+"
+    assert [line for line in err.splitlines() if not re.match(ours, line)] == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}  # Python's arrays
+    assert train.read_meta(tmp_path / "checkpoints" / "4")["environment"] == {}
+
+
+def test_environment_that_changed_is_said(house, straight, tmp_path):
+    """Flags of the compiler, or another version of jax, that change the last bits in the middle of a run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    path = run_dir / "checkpoints" / "16" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["versions"]["jaxlib"] = "0.9.9"
+    path.write_text(json.dumps(meta))
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=1"
+    _, err = house.run(run_dir, "run.steps=17", "run.eval_index=null", env=[("XLA_FLAGS", flags)])
+    assert (
+        "jaxlib changes from 0.9.9 to " in err and "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=" in err
+    )
+
+
 def test_signs_of_life(capsys):
     """A launcher that takes a long compilation or evaluation for a hang; a process that hangs and still says that it is
     alive."""
@@ -1409,46 +1418,28 @@ def test_signs_of_life(capsys):
         alive.close()
 
 
-@pytest.mark.skipif(any(map(glob.glob, ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*"))), reason="has other devices")
-def test_a_machine_without_a_tpu_is_quiet(house, tmp_path):
-    """A screen of errors of libtpu, which requirements-dev.txt installs, before the first line of every command."""
-    env = {name: value for name, value in os.environ.items() if not re.match("JAX_PLATFORMS|XLA_FLAGS|TPU_", name)}
-    argv = house.argv(tmp_path / "run", "run.eval_index=null", extra=("--dry-run",))
-    argv = [word for word in argv if word not in ("--hardware", "cpu")]  # it has to be found
-    command = [sys.executable, str(REPO / "train.py"), *argv]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-
-
 @pytest.mark.parametrize(
-    "there, plugins, env, expected",
+    "there, chips, chosen, expected",
     [
-        ([], [], {}, ["cpu"]),
-        ([], ["xla_cuda13"], {}, ["cuda,cpu"]),
-        (["/dev/nvidia0"], ["xla_cuda13"], {}, ["cuda,cpu"]),
-        (["/dev/nvidia0"], [], {}, []),  # JAX says that its plugin is missing
-        ([], ["metal_plugin"], {}, []),
-        (["/dev/accel0"], [], {}, []),
-        (["/dev/vfio/0"], [], {}, []),
-        ([], [], {"TPU_WORKER_HOSTNAMES": "localhost"}, []),
+        ([], 0, None, ["cpu"]),
+        (["/dev/nvidiactl"], 0, None, []),
+        (["/dev/kfd"], 0, None, []),
+        (["/dev/vfio/0"], 0, None, []),
+        ([], 4, None, []),
+        ([], 0, "cpu,tpu", []),
     ],
 )
-def test_devices_are_left_out_only_where_there_are_none(monkeypatch, there, plugins, env, expected):
-    """A TPU or a GPU that is not found any more; the one warning that tells of a missing plugin, lost."""
-    chosen = []
-    config = types.SimpleNamespace(jax_platforms=None, update=lambda name, value: chosen.append(value))
+def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, there, chips, chosen, expected):
+    """A TPU or a GPU that is not found any more."""
+    updates = []
+    config = types.SimpleNamespace(jax_platforms=chosen, update=lambda name, value: updates.append(value))
     monkeypatch.setattr(jax, "config", config)
+    monkeypatch.setattr(train, "PINNED", {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
     monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(there, pattern))
-    monkeypatch.setattr(os.path, "exists", there.__contains__)
-    spec = types.SimpleNamespace(submodule_search_locations=[])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if plugins else None)
-    monkeypatch.setattr(pkgutil, "iter_modules", lambda path: [types.SimpleNamespace(name=name) for name in plugins])
-    for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "JAX_FORCE_TPU_INIT"):
-        monkeypatch.setenv(name, env[name]) if name in env else monkeypatch.delenv(name, raising=False)
-    train.leave_out_tpu()
-    config.jax_platforms = "tpu,cpu"  # as the user, or JAX where it finds a TPU, has set it
-    train.leave_out_tpu()
-    assert chosen == expected
+    monkeypatch.setattr(train.hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (chips, None))
+    train.pin_settings()
+    assert updates == expected
 
 
 def test_failure_leaves_nothing_behind(house, tmp_path):
