@@ -44,6 +44,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import platform
 import random
@@ -1083,15 +1084,40 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     through_pipe = grain.experimental.DatasetOptions(min_shm_size=2**62)
     batches = grain.experimental.WithOptionsIterDataset(batches, through_pipe)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
-    return iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent))
+    return with_workers(iter(batches.mp_prefetch(options, worker_init_fn=end_with_parent)))
+
+
+TO_THE_GROUP = (signal.SIGINT, signal.SIGTERM)  # what a terminal or a scheduler sends to a process and its workers
+
+
+def with_workers(batches):
+    """The batches. Workers start with the signals held back until `end_with_parent` says what they mean: one that they
+    end on their way makes the run fail, or Python wait for it for ever."""
+    with contextlib.closing(batches):
+        multiprocessing.resource_tracker.ensure_running()  # where it starts, it lets the signals through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, TO_THE_GROUP)
+        try:
+            first = next(batches, None)  # starts the threads that start the workers
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if first is not None:
+            yield first
+            yield from batches
 
 
 def end_with_parent(worker: int, workers: int) -> None:
     """Makes a worker process end within a second of its parent, also after kill -9 (Grain's lived on for 25 s), and
     not before it: a signal to the whole process group leaves the parent time to finish its step and save."""
     parent = multiprocessing.parent_process().pid
+
+    def end_later(*_):
+        timer = threading.Timer(10, os._exit, [1])
+        timer.daemon = True  # or an orderly end would wait for it
+        timer.start()
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(10, os._exit, [1]).start())
+    signal.signal(signal.SIGTERM, end_later)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_THE_GROUP)
 
     def watch():
         while os.getppid() == parent:

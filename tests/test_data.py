@@ -768,7 +768,8 @@ def test_workers_leave_nothing_behind(corpus, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
 @pytest.mark.parametrize("group", [False, True])
 def test_a_signal_leaves_nothing_behind(corpus, group):
-    """Semaphores that Python complains of after SIGTERM, which ended data.py between two instructions."""
+    """Semaphores that Python complains of after SIGTERM, which ended data.py between two instructions. A signal to the
+    group that ends workers on their way: Python waits for ever for one that it has half started."""
     command = ["audit", str(corpus), "--global-batch", "4", "--workers", "2", "--hosts", "4"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, str(REPO / "data.py"), *command], start_new_session=True, **pipes)
