@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import gc
 import glob
 import importlib.util
 import itertools
@@ -1077,7 +1078,7 @@ def say_changes_of_machine(meta: dict) -> None:
     """Of what a checkpoint was made with, and what may change the last bits of the run's numbers from here on."""
     for then, now in ((meta.get("versions"), versions()), (meta.get("environment"), environment())):
         for name in sorted(then.keys() | now.keys()) if then is not None else ():
-            if then.get(name) != now.get(name):
+            if then.get(name) != now.get(name) and (then.get(name) or name in RECORDED):
                 say(f"{name} changes from {then.get(name)} to {now.get(name)}")
 
 
@@ -2007,6 +2008,7 @@ def join_processes(args) -> bool:
 def end_process(code: int) -> None:
     """Leave at once. An orderly exit would wait for processes that wait for this one; so they notice that it is gone,
     by a collective that fails or by its heartbeat, and end as well."""
+    gc.collect()  # the semaphores of the loader's workers, of which Python would say that they leak
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.process_index() == 0 and jax.process_count() > 1:

@@ -109,6 +109,7 @@ class House:
         assert process.returncode == expect, err
         # When one leaf of a damaged item fails, tensorstore may print this, from C++, for reads that were in flight.
         assert "Traceback" not in err or "RuntimeError: Event loop is closed" in err
+        assert "leaked" not in err, err  # what worker processes share
         return out, err
 
 

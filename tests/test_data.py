@@ -737,6 +737,34 @@ def test_workers_end_with_a_killed_parent(corpus, tmp_path):
     assert not any(map(alive, workers))
 
 
+LEAVINGS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+import data
+def main():
+    assert data.main(["audit", {index!r}, "--global-batch", "4", "--workers", "1", "--hosts", "2"]) == 0
+    config = data.DataConfig({index!r}, "olmo_core", 7, 16, 4, True, None, False)
+    early, kept = (data.loader(data.open_data(config), 0, 4000, workers=1) for _ in range(2))
+    held = [next(early), next(early), next(kept), next(kept)]
+    early.close()
+    print([line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm" in line])
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks memory up in /proc")
+def test_workers_leave_nothing_behind(corpus, tmp_path):
+    """Shared memory that Python finds, removes and complains of at the end: of a whole epoch, of an iterator that is
+    closed early, of one that is never closed. After kill -9 of all it would stay, and containers have little of it."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVINGS.format(repo=str(REPO), index=str(corpus)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done
+    assert done.stderr == ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 

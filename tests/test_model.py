@@ -3,6 +3,7 @@
 Dimensions are small and all different, so that a swapped axis cannot pass: D48 H4 G2 K14 (A56 E28) F80 V97 (104).
 """
 
+import hashlib
 import math
 import subprocess
 import sys
@@ -289,6 +290,16 @@ def test_init_differs_by_seed_and_by_tensor():
     assert len(set(first.values())) == len(first)
     assert all(tuple(np.ravel(one[name])[:20]) != first[name] for name in first)
     assert not np.array_equal(zero["wq"][0], zero["wq"][1])
+
+
+def test_init_does_not_depend_on_settings():
+    """Catches initial weights that follow JAX's settings of random numbers, and ones that are not those of before."""
+    digest = "d578b6198b65e376a880443262a1d59451e337b30dfe3855ebf186847d0d1f10"
+    for setting in (jax.threefry_partitionable(False), jax.default_prng_impl("rbg"), jax.enable_x64(True)):
+        with setting:
+            params = jax.jit(partial(model.init_params, CONFIG))(7)
+        content = b"".join(np.asarray(params[name]).tobytes() for name in sorted(params))
+        assert hashlib.sha256(content).hexdigest() == digest, setting
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1, 1), (2, 2, 1, 2)])
