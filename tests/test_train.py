@@ -1450,7 +1450,7 @@ def test_folder_that_cannot_be_written(house, main, straight, tmp_path, capsys):
 
 
 def test_what_a_person_sees(house, tmp_path):
-    """A progress bar that is torn by other lines, and warnings of libraries on the way."""
+    """A progress bar that is torn by other lines, or whose time left counts the compilation; warnings of libraries."""
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     command = [sys.executable, str(REPO / "train.py"), *house.argv(tmp_path / "run")]
@@ -1464,6 +1464,9 @@ def test_what_a_person_sees(house, tmp_path):
     assert process.wait(timeout=60) == 0
     text = shown.decode()
     assert "100%" in text and "evaluating" in text and "warn" not in text.lower()
+    assert (
+        f" 1/{STEPS} [" in text and f" 0/{STEPS} [" not in text
+    )  # a bar that began earlier would time the compilation
     visible = [line.split("\r")[-1] for line in text.replace("\r\n", "\n").split("\n")]
     assert "{" in visible  # the summary begins on a line of its own
     for line in visible:
