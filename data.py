@@ -288,9 +288,14 @@ def warn(message: str) -> None:
     print(f"data.py: WARNING: {message}", file=sys.stderr)
 
 
-@functools.cache  # a process may ask for one lock again and again
-def warn_once(message: str) -> None:  # by this name Grain's workers find it
-    warn(message)
+WARNED = set()
+
+
+def warn_once(message: str) -> None:
+    """A process may ask for one lock again and again. (functools.cache cannot be sent to Grain's workers.)"""
+    if message not in WARNED:
+        WARNED.add(message)
+        warn(message)
 
 
 def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:

@@ -1078,7 +1078,7 @@ def say_changes_of_machine(meta: dict) -> None:
     """Of what a checkpoint was made with, and what may change the last bits of the run's numbers from here on."""
     for then, now in ((meta.get("versions"), versions()), (meta.get("environment"), environment())):
         for name in sorted(then.keys() | now.keys()) if then is not None else ():
-            if then.get(name) != now.get(name):
+            if then.get(name) != now.get(name) and (then.get(name) or name in RECORDED):
                 say(f"{name} changes from {then.get(name)} to {now.get(name)}")
 
 

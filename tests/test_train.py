@@ -1294,7 +1294,7 @@ def test_two_trainers_of_one_run(house, straight, tmp_path):
     """Two processes that write one run: checkpoints of one beside the log of the other."""
     first = house.start(tmp_path / "run", hook=("step", 3, signal.SIGSTOP), log=tmp_path / "log")
     for _ in range(600):
-        if (tmp_path / "log").exists() and '"step": 3' in (tmp_path / "log").read_text():
+        if (tmp_path / "log").exists() and '"step": 2' in (tmp_path / "log").read_text():
             break
         time.sleep(0.2)
     try:
@@ -1492,7 +1492,7 @@ def test_folder_that_cannot_be_written(house, main, straight, tmp_path, capsys):
 
 
 def test_what_a_person_sees(house, tmp_path):
-    """A progress bar that is torn by other lines, and warnings of libraries on the way."""
+    """A progress bar that is torn by other lines, or whose time left counts the compilation; warnings of libraries."""
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     command = [sys.executable, str(REPO / "train.py"), *house.argv(tmp_path / "run")]
@@ -1506,6 +1506,9 @@ def test_what_a_person_sees(house, tmp_path):
     assert process.wait(timeout=60) == 0
     text = shown.decode()
     assert "100%" in text and "evaluating" in text and "warn" not in text.lower()
+    assert (
+        f" 1/{STEPS} [" in text and f" 0/{STEPS} [" not in text
+    )  # a bar that began earlier would time the compilation
     visible = [line.split("\r")[-1] for line in text.replace("\r\n", "\n").split("\n")]
     assert "{" in visible  # the summary begins on a line of its own
     for line in visible:
