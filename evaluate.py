@@ -1034,7 +1034,8 @@ class Sampler:
 
     def check_memory(self, rows: int, length: int) -> None:
         """DataError if logits and cached keys and values of so many rows, this long at the end, fit into no memory."""
-        m, stats = self.opened.c.model, [d.memory_stats() or {} for d in self.opened.mesh.local_devices]
+        m, ours = self.opened.c.model, jax.process_index()  # a process can ask its own devices only
+        stats = [d.memory_stats() or {} for d in self.opened.mesh.devices.flat if d.process_index == ours]
         slots = sum(min(m.window, length) if kind == "s" else length for kind in m.pattern) * (
             m.n_layers // len(m.pattern)
         )
