@@ -429,7 +429,7 @@ class OrbaxLeaves:
     """The leaves of one item of a checkpoint, read and written in parts with tensorstore, in Orbax's own layout."""
 
     def __init__(self, item_folder: Path):
-        self.folder, self.opened, self.pending, self.waiting = item_folder.absolute(), {}, [], 0
+        self.folder, self.opened, self.pending, self.waiting = train.orbax_path(item_folder), {}, [], 0
         self.whole: tuple[str, np.ndarray] | None = None  # the leaf read last, if it had to be read whole
         self.context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
@@ -597,6 +597,7 @@ def versions() -> dict[str, str]:
 
 def from_hf(args) -> dict:
     """SRC -> DST/checkpoints/0/{params,meta} in fp32, and DST/hf with config.json and the tokenizer."""
+    train.orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
     source = HuggingFace(args.src)
     where = str(source.folder / "config.json")
     m = model_config(source.config, where, "float32")  # the shapes, before the files' dtypes are known
@@ -1046,6 +1047,7 @@ def stage2_init(args) -> dict:
     The two items are copied file by file (so bit for bit, whatever mesh wrote them), read once and compared with SRC's
     checksums; then the five small leaves are overwritten.
     """
+    train.orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
     source = open_checkpoint(args.src)
     if not (source.folder / "opt_state").is_dir():
         raise ValueError(

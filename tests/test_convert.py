@@ -250,6 +250,21 @@ def test_float16_is_bit_exact_and_what_does_not_fit_is_refused(tmp_path, capsys)
     assert not (tmp_path / "half").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_below_odd_names(hf, house, tmp_path, capsys):
+    """Arrays that are written into another folder, since a library reads the name of the right one otherwise."""
+    (tmp_path / "far" / "off").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "off")
+    for name in ("a b[1]#2%ü*?", "link/../up"):
+        run(capsys, "from-hf", hf["plain"], tmp_path / name)
+        run(capsys, "to-hf", tmp_path / name, tmp_path / f"{name} back")
+        assert bits(tensors(tmp_path / f"{name} back")) == bits(tensors(hf["plain"]))
+    before = sorted(tmp_path.rglob("*"))
+    for verb, source in (("from-hf", hf["plain"]), ("stage2-init", house.run)):
+        _, err = run(capsys, verb, source, tmp_path / "back\\slash", expect=2)
+        assert "got a backslash" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_train_restores_what_from_hf_wrote(hf, imported, devices):
     """A layout that Orbax cannot read, a wrong orientation, or checksums that do not fit."""
