@@ -1534,10 +1534,10 @@ def clock(seconds: float) -> str:
 class Run:
     """One training run between two starts: its state, and what happens to it around the jitted step."""
 
-    def __init__(self, c: Config, run_dir: Path, args: argparse.Namespace):
+    def __init__(self, c: Config, run_dir: Path, local_dir: Path, args: argparse.Namespace):
         self.c, self.run_dir, self.stop, self.mesh, self.profile = c, run_dir, Stop(), make_mesh(c), args.profile
         self.alive, self.allow, data_root = Alive(args.alive_every), args.allow, args.data_root
-        self.local_dir = run_dir if args.local_dir is None else data.local_path(args.local_dir) / run_dir.name
+        self.local_dir = local_dir
         check_length(c)
         check_compiler_options(c)
         self.rows = local_rows(self.mesh, c)
@@ -1812,10 +1812,12 @@ class Run:
 
 def train(c: Config, run_dir: Path, args: argparse.Namespace) -> int:
     """Run to run.steps, to a signal or to a failure; returns the exit code."""
+    local_dir = run_dir if args.local_dir is None else data.local_path(args.local_dir) / run_dir.resolve().name
     with contextlib.ExitStack() as at_exit:
         if jax.process_index() == 0:  # a trainer that was just killed may still be ending
-            at_exit.enter_context(data.sole_writer(run_dir, wait=5))
-        run = Run(c, run_dir, args)
+            for folder in dict.fromkeys((run_dir, local_dir)):
+                at_exit.enter_context(data.sole_writer(folder, wait=5))
+        run = Run(c, run_dir, local_dir, args)
         at_exit.callback(run.alive.close)
         if run.begin(args.init_from, args.init_state):
             return run.loop()

@@ -1348,6 +1348,15 @@ def test_log_and_order_in_a_local_folder(house, straight, tmp_path):
     assert not (run_dir / "order").exists() and list((tmp_path / "local" / "run" / "order").iterdir())
 
 
+def test_local_folder_of_two_runs(main, tmp_path, capsys):
+    """Two runs of one name in different places, whose logs are written into one local file."""
+    with data.sole_writer(tmp_path / "local" / "run"):
+        assert main(tmp_path / "a" / "run", "run.steps=1", extra=("--local-dir", str(tmp_path / "local"))) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "is being written by process" in err and str(tmp_path / "local" / "run") in err
+    assert not (tmp_path / "a" / "run").exists()
+
+
 # ------------------------------------------------------------------------------------------------------------- people
 
 
@@ -1394,10 +1403,10 @@ def test_signs_of_life(capsys):
 
     try:
         alive.now("compiling", busy=True)
-        until = time.process_time() + 1
+        until = time.process_time() + 2
         while time.process_time() < until:  # work
             pass
-        assert any(line.startswith("compiling (0:0") for line in said())
+        assert sum(line.startswith("compiling (0:0") for line in said()) >= 2  # the first tells of the new phase alone
         alive.now("evaluating 50 batches")
         for _ in range(20):
             time.sleep(0.05)
