@@ -1,4 +1,4 @@
-"""Shared set-up: the tests run on the CPU, and the source files are imported from the folder above."""
+"""Shared set-up: the tests run on the CPU, and the source files are imported from the folders above."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Several fake devices, so that meshes larger than one can be tested; must be set before jax is imported.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "bench", "tools")]
 
 import pytest  # noqa: E402
 from harness import House  # noqa: E402

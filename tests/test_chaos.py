@@ -1,4 +1,4 @@
-"""Kills at random moments: a short round here, the long one (56 kills) with -m slow, or as  python tests/chaos.py."""
+"""Kills at random moments: a short round here, the long one (56 kills) with -m slow, or as  python bench/chaos.py."""
 
 import pytest
 from chaos import CAMPAIGNS, MOMENTS, Chaos

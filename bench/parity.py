@@ -1,8 +1,8 @@
 """Compare this project with OLMo-core itself (the package ai2-olmo-core), on the CPU, in fp32, with tiny models.
 
-    python tests/parity.py            a Markdown table: what was compared, with what, the largest difference
-    python tests/parity.py --json     the same as JSON
-    python tests/parity.py --sizes    how large the declared divergences are that change a loss (README.md)
+    python bench/parity.py            a Markdown table: what was compared, with what, the largest difference
+    python bench/parity.py --json     the same as JSON
+    python bench/parity.py --sizes    how large the declared divergences are that change a loss (README.md)
 
 Every function in COMPARISONS runs both sides and returns a `Comparison`; tests/test_reference.py asserts each of them.
 OLMo-core's side is its own code throughout: its configs build the model and the optimizer, its dataset and loader read
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 import jax
 import jax.numpy as jnp

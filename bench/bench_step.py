@@ -1,6 +1,6 @@
 """Time one training step on this CPU against transformers' Olmo3ForCausalLM + torch, and against OLMo-core's own step.
 
-    python tests/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--set attention_block=256 ...]
+    python bench/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--set attention_block=256 ...]
 
 Two models: the quick start's, read from configs/, and one of 12.6 million parameters (d256 L8 H8 F1024 V8192 S1024,
 window 256, batch 4). All do the same work in fp32: the same random tokens, forward and backward, the loss over every
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 import jax
 import jax.numpy as jnp

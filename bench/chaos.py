@@ -1,7 +1,7 @@
 """Kill training runs at random moments, again and again, and report what was lost (nothing may be).
 
-    python tests/chaos.py FOLDER [--campaign NAME ...] [--kills 14] [--seed 0] [--minutes M]     about 7 s a kill
-    python tests/chaos.py FOLDER --total                                            the sum of all reports in FOLDER
+    python bench/chaos.py FOLDER [--campaign NAME ...] [--kills 14] [--seed 0] [--minutes M]     about 7 s a kill
+    python bench/chaos.py FOLDER --total                                            the sum of all reports in FOLDER
 
 A campaign trains a tiny model for 40 steps (two epochs, a save every third step, an evaluation every seventh). Each
 start draws a number of loader workers, processes and devices, a moment (start-up, restore, compilation, first step, a
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 from harness import BATCH, House, assert_same_checkpoint, board, rows, start
 

@@ -1,6 +1,6 @@
 """Measure convert.py on a checkpoint of the 7B's shape: speed, memory, and that every bit comes back.
 
-    python tests/bench_convert.py FOLDER [--layers 32]
+    python bench/bench_convert.py FOLDER [--layers 32]
 
 Writes a synthetic bf16 Hugging Face checkpoint into a new folder below FOLDER (32 layers: 14.6 GB; with what is made
 of it about 75 GB in all), runs from-hf and to-hf --dtype bfloat16 as processes, compares the hash of every tensor,
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 import ml_dtypes
 import numpy as np

@@ -1,9 +1,9 @@
 """Compare a mesh with one device, break the sharding to see the comparison fail, and measure what sharding is for.
 
-    python tests/sharding.py parity      loss, gradients and parameters by mesh against one device (--all: by variant)
-    python tests/sharding.py mutants     the same with deliberately broken copies of model.py and train.py
-    python tests/sharding.py memory      memory of the training step by number of fsdp devices
-    python tests/sharding.py balance     scores that each context shard computes in a full layer
+    python bench/sharding.py parity      loss, gradients and parameters by mesh against one device (--all: by variant)
+    python bench/sharding.py mutants     the same with deliberately broken copies of model.py and train.py
+    python bench/sharding.py memory      memory of the training step by number of fsdp devices
+    python bench/sharding.py balance     scores that each context shard computes in a full layer
 
 Each prints a Markdown table, or JSON with --json; tests/test_sharding.py asserts all of them. Eight fake CPU devices,
 fp32, sizes that are all different: D48 H8 G4 K10 (A80 E40) F112, V97 in 104 rows, window 7, layers sfsf with YaRN.
@@ -24,7 +24,7 @@ from unittest import mock
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # In front of the flags that are set already: of two the last one counts.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 import jax
 import jax.numpy as jnp
@@ -391,7 +391,7 @@ def late_over_early(differentiate: bool, T: int = 8192, shards: int = 8, block: 
 def main() -> None:
     verbs = {"parity": parity, "mutants": all_mutants, "memory": memory, "balance": balance}
     parser = argparse.ArgumentParser(description="Sharding, compared with one device and measured, on fake devices.")
-    parser.add_argument("verb", choices=verbs, help="what to print, e.g.  python tests/sharding.py parity")
+    parser.add_argument("verb", choices=verbs, help="what to print, e.g.  python bench/sharding.py parity")
     parser.add_argument("--all", action="store_true", help="parity: a row for every variant, with the worst tensors")
     parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
     args = parser.parse_args()

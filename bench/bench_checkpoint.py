@@ -1,6 +1,6 @@
 """Measure what checkpoints cost a run: the steps that a save overlaps, and the time from SIGTERM to a finished one.
 
-    python tests/bench_checkpoint.py [FOLDER] [--saves 8] [--layers 8]
+    python bench/bench_checkpoint.py [FOLDER] [--saves 8] [--layers 8]
 
 Starts train.py as a process on a model of about a million parameters a layer, saves every twelfth step, and sends SIGTERM
 in a step after the last save. All numbers are of this one run, so that the ratios hold on a busy machine too. Prints JSON.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 from harness import House
 

@@ -1,6 +1,6 @@
 """Time and memory of the data path at stage 1's size: orders, repetition filter, loader.
 
-    python tests/bench_data.py [--part order filter loader] [--instances 724000000] [--folder FOLDER]
+    python bench/bench_data.py [--part order filter loader] [--instances 724000000] [--folder FOLDER]
 
 order   of 724 million instances: OLMo-core's, built and written once and opened by a second process; Grain's index
         shuffle; and MaxText's way, the whole permutation as uint64 in each process. Each in a process of its own.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 from test_data import literal_filter
 
