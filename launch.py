@@ -46,7 +46,22 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import data
-from processes import HERE, find_config, parse_override, read_yaml, run_name_fault, set_key
+from config import Config, batch_specs, load_config, make_execution, mesh_sizes
+from metrics import PEAK_FLOPS, flops_per_token
+from processes import (
+    HERE,
+    Busy,
+    RunFailed,
+    find_config,
+    first_line,
+    inputs_are_checked,
+    parse_override,
+    read_yaml,
+    run_command,
+    run_name_fault,
+    set_key,
+    sole_writer,
+)
 
 EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 2, 143, 130  # train.py's
 
@@ -108,19 +123,19 @@ def bytes_sent(kind: str, operand: int, n: int) -> int:
 # ------------------------------------------------------------------------------------------------ the traced step
 
 
-def trace_step(c: train.Config, mesh):
+def trace_step(c: Config, mesh):
     """The training step on a mesh that may be abstract, traced from shapes alone."""
     params, opt_state = train.state_shapes(c, mesh)
     B, S = c.data.global_batch, c.data.sequence_length
-    batch = {name: spec and jax.ShapeDtypeStruct((B, S), jnp.int32) for name, spec in train.batch_specs(c).items()}
+    batch = {name: spec and jax.ShapeDtypeStruct((B, S), jnp.int32) for name, spec in batch_specs(c).items()}
     batch |= {"loss_mask": jax.ShapeDtypeStruct((B, S), jnp.bool_), "filtered": jax.ShapeDtypeStruct((B,), jnp.bool_)}
     return train.compile_train_step(c, mesh).trace(params, opt_state, batch, jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def abstract_mesh(c: train.Config, devices: int) -> jax.sharding.AbstractMesh:
+def abstract_mesh(c: Config, devices: int) -> jax.sharding.AbstractMesh:
     if devices < 1:
         raise ValueError(f"--devices: got {devices}, expected a positive number")
-    sizes = train.mesh_sizes(c, devices)
+    sizes = mesh_sizes(c, devices)
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
 
@@ -159,7 +174,7 @@ def phase(path: tuple[JaxprEqn, ...]) -> str:
     return next((said for mark, said in marks.items() if mark in names), "step")
 
 
-def collectives(c: train.Config, devices: int) -> list[Collective]:
+def collectives(c: Config, devices: int) -> list[Collective]:
     """Every collective of one training step on `devices` devices, in the order of the step, equal ones added up.
 
     What is traced but never used, such as a recomputation that no gradient needs, is left out, as the compiler does;
@@ -167,7 +182,7 @@ def collectives(c: train.Config, devices: int) -> list[Collective]:
     one stands where it cannot be counted. Bytes: `bytes_sent`; over several axes n is the product of their sizes.
     """
     mesh = abstract_mesh(c, devices)
-    train.inputs_are_checked()
+    inputs_are_checked()
     jaxpr = trace_step(c, mesh).jaxpr.jaxpr
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     found = Counter()
@@ -177,9 +192,9 @@ def collectives(c: train.Config, devices: int) -> list[Collective]:
         if not axes or name in SENDS_NOTHING:
             continue
         if name not in KINDS or eqn.params.get("axis_index_groups") is not None:
-            raise train.RunFailed(f"{where(path)}: {name} over {dict(axes)}: a collective that launch.py cannot count")
+            raise RunFailed(f"{where(path)}: {name} over {dict(axes)}: a collective that launch.py cannot count")
         if any(around.primitive.name in ("cond", "while") for around in path):
-            raise train.RunFailed(f"{where(path)}: {name} in a branch or a loop of unknown length: cannot be counted")
+            raise RunFailed(f"{where(path)}: {name} in a branch or a loop of unknown length: cannot be counted")
         for x in eqn.invars:
             sent = bytes_sent(KINDS[name], x.aval.size * x.aval.dtype.itemsize, math.prod(dict(axes).values()))
             place = (where(path), phase(path), KINDS[name], axes)
@@ -205,10 +220,10 @@ def table(heads: tuple[str, ...], keys: list[tuple], found: list[Collective]) ->
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def report(c: train.Config, devices: int, found: list[Collective]) -> str:
+def report(c: Config, devices: int, found: list[Collective]) -> str:
     """Where the collectives stand, and what goes over which axes of the mesh."""
     keys = [(one.where, one.phase, one.kind, product(one.axes), one.dtype) for one in found]
-    mesh = product(tuple(train.mesh_sizes(c, devices).items()))
+    mesh = product(tuple(mesh_sizes(c, devices).items()))
     total = sum(one.sent_a_step for one in found)
     return (
         f"{c.run.name}, one step of {c.data.global_batch} x {c.data.sequence_length} tokens on {devices} devices "
@@ -221,7 +236,7 @@ def report(c: train.Config, devices: int, found: list[Collective]) -> str:
 
 def run_collectives(args) -> None:
     jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator, and one may be another process's
-    c = train.load_config(args.config, args.hardware, args.set)
+    c = load_config(args.config, args.hardware, args.set)
     found = collectives(c, args.devices)
     rows = [one._asdict() | {"axes": dict(one.axes), "sent_a_step": one.sent_a_step} for one in found]
     print(json.dumps(rows, indent=1) if args.json else report(c, args.devices, found), end="\n" if args.json else "")
@@ -280,7 +295,7 @@ def parse_topology(text: str) -> tuple[str, tuple[int, ...]]:
     return found[1], tuple(int(n) for n in found.groups()[1:])
 
 
-def topology_mesh(c: train.Config, topology: str) -> jax.sharding.Mesh:
+def topology_mesh(c: Config, topology: str) -> jax.sharding.Mesh:
     """The mesh over devices that only the compiler knows. ValueError if it knows no such topology."""
     kind, chips = parse_topology(topology)
     try:
@@ -290,14 +305,14 @@ def topology_mesh(c: train.Config, topology: str) -> jax.sharding.Mesh:
             wrap=tuple(n % 4 == 0 for n in chips),
         ).devices  # fmt: skip
     except (jax.errors.JaxRuntimeError, RuntimeError) as e:
-        raise ValueError(f"--topology: got {topology}, which the compiler refuses: {train.first_line(e)}") from e
-    sizes = train.mesh_sizes(c, len(devices))
+        raise ValueError(f"--topology: got {topology}, which the compiler refuses: {first_line(e)}") from e
+    sizes = mesh_sizes(c, len(devices))
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices=devices, allow_split_physical_axes=True)
     return jax.sharding.Mesh(grid, tuple(sizes), axis_types=auto)
 
 
-def compile_in_child(c: train.Config, topology: str) -> None:
+def compile_in_child(c: Config, topology: str) -> None:
     """Compile the step and print a line of JSON before and after. The parent reads dump and log, and may end this."""
 
     def end_with_parent():
@@ -306,14 +321,14 @@ def compile_in_child(c: train.Config, topology: str) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     mesh = topology_mesh(c, topology)
-    train.inputs_are_checked()
+    inputs_are_checked()
     print(json.dumps({"device_kind": mesh.devices.flat[0].device_kind}), flush=True)
     try:
         lowered, started = trace_step(c, mesh).lower(), time.monotonic()
         memory = lowered.compile().memory_analysis()
     except Exception as e:  # whatever compiler, kernel or JAX refuse: the parent shows the line, --keep the rest
         traceback.print_exc()
-        raise train.RunFailed(f"{type(e).__name__}: {train.first_line(e)}") from e
+        raise RunFailed(f"{type(e).__name__}: {first_line(e)}") from e
     sizes = {f"{what}_bytes": getattr(memory, f"{what}_size_in_bytes") for what in ("argument", "output", "temp")}
     print(json.dumps({"full": {"compile_seconds": round(time.monotonic() - started, 1), **sizes}}), flush=True)
 
@@ -538,12 +553,12 @@ def compiled_collectives(computations: dict[str, list[Op]], loops: dict[str, Loo
 # ------------------------------------------------------------------------------------------ plan: what it costs
 
 
-def cost(c: train.Config, kind: str, chips: int, mfu: float) -> dict:
+def cost(c: Config, kind: str, chips: int, mfu: float) -> dict:
     """Of the whole run on so many chips; `mfu` counts full-causal FLOPs, as the case study does."""
     tokens, tpu = c.data.global_batch * c.data.sequence_length, TPUS[kind]
-    each = train.model_flops_per_token(c) | {"OLMo-core": train.flops_per_token(c)}
+    each = {name: flops_per_token(c, name) for name in ("full causal", "window-correct", "OLMo-core")}
     flops = {name: n * tokens for name, n in each.items()}
-    seconds = flops["full causal"] / (chips * tpu.devices * train.PEAK_FLOPS[tpu.kind] * mfu)
+    seconds = flops["full causal"] / (chips * tpu.devices * PEAK_FLOPS[tpu.kind] * mfu)
     hours = seconds * c.run.steps * chips / 3600
     return {
         "flops_a_step": flops,
@@ -558,11 +573,11 @@ def cost(c: train.Config, kind: str, chips: int, mfu: float) -> dict:
     }
 
 
-def advice(c: train.Config, size: int, plan: dict) -> str | None:
+def advice(c: Config, size: int, plan: dict) -> str | None:
     """What to change in the hardware file when memory is short."""
     if plan["memory"]["fits"] and not plan["scheduler"]["over_memory_limit"]:
         return None
-    names = train.execution(c, size, "tpu").remat
+    names = make_execution(c, size, "tpu").remat
     saved = "everything" if names is None else f"{len(names)} names: {' '.join(names)}"
     helps = [f"save less in remat (now {saved})"] if names != () else []
     helps += [f"microbatch {size // 2} instead of {size}"] if size > 1 else []
@@ -571,12 +586,12 @@ def advice(c: train.Config, size: int, plan: dict) -> str | None:
     return f"{lost}; what helps: {'; '.join(helps)}"
 
 
-def make_plan(c: train.Config, args, folder: Path, started: float) -> dict:
+def make_plan(c: Config, args, folder: Path, started: float) -> dict:
     """The plan as JSON has it, from the child's output in `folder`."""
     kind, shape = parse_topology(args.topology)
     chips = math.prod(shape)
     devices = chips * TPUS[kind].devices
-    sizes = train.mesh_sizes(c, devices)
+    sizes = mesh_sizes(c, devices)
     rows = c.data.global_batch // (sizes["data"] * sizes["fsdp"])
     size = train.microbatch(c, rows)
     log = (folder / "log").read_text(errors="replace")
@@ -664,12 +679,12 @@ def plan_report(p: dict) -> str:
 def run_plan(args) -> int:
     started = time.monotonic()
     jax.config.update("jax_platforms", "cpu")
-    c = train.load_config(args.config, args.hardware, args.set)
+    c = load_config(args.config, args.hardware, args.set)
     if args.child:
         compile_in_child(c, args.topology)
         return 0
     kind, chips = parse_topology(args.topology)
-    train.mesh_sizes(c, math.prod(chips) * TPUS[kind].devices)
+    mesh_sizes(c, math.prod(chips) * TPUS[kind].devices)
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu: got {args.mfu}, expected a fraction between 0 and 1, as 0.445")
     if importlib.util.find_spec("libtpu") is None:
@@ -679,10 +694,10 @@ def run_plan(args) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plan_"))).resolve()
         else:
             folder = data.local_path(args.keep).resolve()
-            stack.enter_context(data.sole_writer(folder))
+            stack.enter_context(sole_writer(folder))
             if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
                 raise ValueError(f"--keep: {args.keep} is there and not an empty folder; fix: name a new one")
-        train.inputs_are_checked()
+        inputs_are_checked()
         folder.mkdir(parents=True, exist_ok=True)
         with compiling(args, folder) as process:
             wait_for_plan(process, folder, args.topology, args.full)
@@ -693,7 +708,7 @@ def run_plan(args) -> int:
                 print(f"{REASON}{reason}", file=sys.stderr)
                 return EXIT_USAGE
             if "RESOURCE_EXHAUSTED" not in reason or not dumped(folder, MEMORY):
-                raise train.RunFailed(reason)
+                raise RunFailed(reason)
         plan = make_plan(c, args, folder, started)
     print(json.dumps(plan, indent=1) if args.json else plan_report(plan), end="\n" if args.json else "")
     return 0 if plan["memory"]["fits"] else 1
@@ -912,7 +927,7 @@ def local_commands(args) -> list[list[str]]:
 
 
 def launcher_lock(args) -> Path:
-    """What launchers lock with data.sole_writer. Not the run directory: that lock is their trainers', who keep apart by
+    """What launchers lock with sole_writer. Not the run directory: that lock is their trainers', who keep apart by
     themselves those that outlive a killed launcher."""
     return Path(args.run_dir) / "launch"
 
@@ -922,8 +937,8 @@ def only_launcher(args) -> Iterator[None]:
     """No other launcher starts this run on this machine while this block runs."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(data.sole_writer(launcher_lock(args), wait=1))  # a monitor takes it for a moment
-        except data.Busy as e:
+            stack.enter_context(sole_writer(launcher_lock(args), wait=1))  # a monitor takes it for a moment
+        except Busy as e:
             holder = data.os_error(e).partition(";")[0]
             raise LaunchFailed(f"another launcher is at work here; fix: end it, or monitor it ({holder})") from e
         yield
@@ -980,9 +995,9 @@ def local_state(job: Local, args) -> State:
             raise LaunchFailed(f"{args.run_dir}: may not be written, so that whether a launcher is at work here cannot be "
                                "told; fix: monitor it as the user who launched it")  # fmt: skip
         try:
-            with data.sole_writer(launcher_lock(args)):
+            with sole_writer(launcher_lock(args)):
                 return State("gone", "no launcher is at work")
-        except data.Busy:
+        except Busy:
             return State("running")
     codes = [process.poll() for process in job.processes]
     if any(codes) and None in codes:  # the others notice by a collective that fails, or by its heartbeat
@@ -994,7 +1009,7 @@ def local_state(job: Local, args) -> State:
     return State("ended", f"exit code {code}", code)
 
 
-LEAVE = 60  # seconds; train.HEARTBEAT and some more
+LEAVE = 60  # seconds; HEARTBEAT and some more
 
 
 def size_of(path: Path) -> int:
@@ -1430,7 +1445,7 @@ def main(argv=None) -> int:
         if args.run is run_launch:
             return run_launch(args)
         import_trainer()
-        return train.run_command("launch.py", lambda: args.run(args))
+        return run_command("launch.py", lambda: args.run(args))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

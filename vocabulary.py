@@ -1,0 +1,234 @@
+"""What token ids stand for: the tokenizer of an index, of a checkpoint or of a Hugging Face folder, and its special ids.
+
+Ids of another vocabulary are other words, and files that a model was trained on are not held out. So every checkpoint
+keeps what its ids stand for, and whoever evaluates one compares. No jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from data import EOS, KNOWN_TOKENIZERS, PAD, DataError, Index, load_index, load_tokenizer, local_path
+from processes import HERE
+
+# What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
+
+
+class FoundTokenizer(NamedTuple):
+    """The tokenizer of a model or of an index, and its special ids."""
+
+    path: Path | None  # of the tokenizer.json; None: there is none, and `why` says where it was looked for
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]  # a text ends at any of them; a text begins after the first. Empty: nothing names one
+    pad_id: int | None
+    files: dict[str, Path]  # of HF_FILES, those that belong to it
+    why: str
+
+
+def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTokenizer:
+    """The tokenizer of the checkpoint RUN/checkpoints/N: `given` (--tokenizer), else what convert.py from-hf carried
+    into RUN/hf, else that of the index that the run was trained on. Every command finds it here."""
+    index_path, index, why = index_of_run(meta)
+    carried = step_folder.parent.parent / "hf" if step_folder.parent.name == "checkpoints" else None
+    vocab_size = meta["config"]["model"]["vocab_size"]
+    found = FoundTokenizer(None, None, (), None, {}, why)
+    if given is not None:
+        found = read_tokenizer(given, vocab_size, index, needed=True)
+    elif carried is not None and carried.is_dir():
+        found = read_tokenizer(carried, vocab_size)
+        found = found._replace(why=f"{found.why}; {why}" if why else found.why)
+    if found.path is None and index is not None:
+        found = index_tokenizer(index_path, index, None)
+        check_ids(found, vocab_size, index_path)
+    return found
+
+
+def index_tokenizer(index_path: str | os.PathLike, index: Index, given: str | None) -> FoundTokenizer:
+    """`given` (--tokenizer), or the tokenizer that made the index. The special ids are the index's."""
+    path = local_path(index_path).parent / index.tokenizer
+    if given is not None:
+        return read_tokenizer(given, index.vocab_size, index, needed=True)
+    if not path.is_file():
+        return FoundTokenizer(
+            None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}"
+        )
+    return FoundTokenizer(path, load_tokenizer(path), (index.eos_id,), index.pad_id, {"tokenizer.json": path}, "")
+
+
+def read_tokenizer(
+    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = False
+) -> FoundTokenizer:
+    """Of a tokenizer.json, or of a Hugging Face folder, which may do without one unless it is `needed`. The end of a
+    text is what generation_config.json or config.json there names, else what the run's `index` names, else EOS."""
+    where = local_path(where)
+    folder, path = (where, where / "tokenizer.json") if where.is_dir() else (where.parent, where)
+    if where.is_dir():
+        files = {name: where / name for name in HF_FILES if (where / name).is_file()}
+    else:
+        files = {"tokenizer.json": path}
+    if "tokenizer.json" in files or needed:
+        tokenizer, why = load_tokenizer(path), ""
+    else:
+        path, tokenizer, why = None, None, f"{where}: got no tokenizer.json in this folder"
+    generation, config = (read_ids(folder / f"{kind}.json") for kind in ("generation_config", "config"))
+    eos_ids, pad_ids = (generation[i] or config[i] for i in (0, 1))
+    eos_ids = tuple(sorted(eos_ids, key=lambda i: i not in config[0]))  # config.json's, the one of pretraining, first
+    if not eos_ids:
+        ids = (None, None) if tokenizer is None else map(tokenizer.token_to_id, (EOS, PAD))
+        ids = ids if index is None else (index.eos_id, index.pad_id)
+        eos_ids, pad_ids = (() if i is None else (i,) for i in ids)
+    found = FoundTokenizer(path, tokenizer, eos_ids, next(iter(pad_ids), None), files, why)
+    check_ids(found, vocab_size, path or where)
+    return found
+
+
+def read_ids(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """eos_token_id and pad_token_id of a config.json or generation_config.json: a number each, a list, or nothing."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        found = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
+    except (ValueError, AttributeError) as e:
+        raise DataError(f"{path}: not a JSON object ({e})") from e
+    found = [() if ids is None else tuple(ids) if isinstance(ids, list) else (ids,) for ids in found]
+    if odd := [i for ids in found for i in ids if type(i) is not int]:
+        raise DataError(f"{path}: eos_token_id, pad_token_id: got {odd[0]!r}, expected token ids")
+    return found[0], found[1]
+
+
+def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
+    """The tokenizer gives ids of the model alone, and knows what ends a text."""
+    fix = "fix: --tokenizer with the model's own"
+    known = range(vocab_size) if found.tokenizer is None else set(found.tokenizer.get_vocab().values())
+    if max(known) >= vocab_size:
+        raise DataError(f"{where}: got ids up to {max(known)}, expected ids below the model's {vocab_size}; {fix}")
+    if unknown := [i for i in found.eos_ids if i not in known]:
+        raise DataError(
+            f"{where}: got {unknown[0]} as the end of a text, expected an id that the tokenizer knows; {fix}"
+        )
+
+
+# Of Ai2's own tokenizer.json, see `tokenizer_content`.
+DOLMA2_CONTENT = "sha256:5fe714d85dd4f5bed5b275859304740d58a31dab3688eded9da05abec76ded7b"
+
+
+def tokenizer_content(path: Path) -> str:
+    """sha256 of what decides about ids in a tokenizer.json; of Ai2's own the name. Another spacing makes no other
+    tokenizer; neither do truncation, padding and dropout, which `load_tokenizer` switches off."""
+    content = path.read_bytes()
+    try:
+        said = json.loads(content)
+        words = {k: v for k, v in said["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in words.get("merges", ())]  # of old and of new files
+        said = {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content = json.dumps(said | {"model": words | {"merges": merges}}, sort_keys=True).encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # another kind of file: its bytes stand for it
+    digest = "sha256:" + hashlib.sha256(content).hexdigest()
+    return next(iter(KNOWN_TOKENIZERS)) if digest == DOLMA2_CONTENT else digest
+
+
+def vocabulary_of(path: str | os.PathLike, index: Index) -> dict:
+    """What the ids of an index stand for: the tokenizer by the content of the file that the index leads to, else by
+    name, the vocabulary size and EOS. It is kept in every checkpoint."""
+    file, tokenizer = local_path(path).parent / index.tokenizer, index.tokenizer
+    if file.is_file():
+        tokenizer = tokenizer_content(file)
+    elif tokenizer in KNOWN_TOKENIZERS:  # one under two names
+        tokenizer = next(iter(KNOWN_TOKENIZERS))
+    return {"tokenizer": tokenizer, "vocab_size": index.vocab_size, "eos_id": index.eos_id}
+
+
+def comparable(*tokenizers: str | None) -> bool:
+    """A name says nothing about a content; of a tokenizer.json that is not beside its index nothing is known."""
+    if any(t is None or t.endswith(".json") for t in tokenizers):
+        return False
+    return len({t.startswith("sha256:") for t in tokenizers}) == 1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a model was trained on, as far as it is known: held-out data is compared with it."""
+
+    vocabulary: dict  # see `vocabulary_of`; what is not known is not in it
+    fingerprint: str | None = None
+    files: frozenset[tuple[int, str]] = frozenset()  # sizes and edge hashes; none if the index is not there any more
+
+    @classmethod
+    def of(cls, path: str | os.PathLike, index: Index) -> TrainingData:
+        return cls(
+            vocabulary_of(path, index), index.fingerprint, frozenset((f.bytes, f.edge_hash) for f in index.files)
+        )
+
+    def trained_on(self, index: Index) -> int:
+        """How many files of an index the model was trained on."""
+        if index.fingerprint == self.fingerprint:
+            return len(index.files)
+        return sum((f.bytes, f.edge_hash) in self.files for f in index.files)
+
+    def check_vocabulary(self, of: dict) -> list[str]:
+        """What of the vocabulary of an index, see `described`, cannot be compared; DataError if it is another one."""
+        unknown = []
+        for key in ("tokenizer", "vocab_size", "eos_id"):
+            got, expected = of[key], self.vocabulary.get(key)
+            if expected is None or key == "tokenizer" and not comparable(got, expected):
+                unknown.append(key)
+            elif got != expected:
+                raise DataError(f"{of['index']}: {key}: got {got}, expected {expected} as in the training data; fix: "
+                                "tokenize and index this text as that was")  # fmt: skip
+        return unknown
+
+
+def described(path: str | os.PathLike, index: Index) -> dict:
+    """What a number is a number of, for those who read it later."""
+    return {
+        "index": str(path),
+        "fingerprint": index.fingerprint,
+        **vocabulary_of(path, index),
+        "files": len(index.files),
+        "labels": sorted({f.label for f in index.files}),
+        "instances": index.instances,
+    }
+
+
+def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
+    """The index that a checkpoint was trained on: where its meta says it was, or at the config's path from the current
+    folder or from this file's. One of another fingerprint is another corpus, whose ids may mean other words; then it is
+    (None, None, why)."""
+    if (wanted := meta["data"].get("fingerprint")) is None:  # imported; its config is a recipe's, index and all
+        return None, None, "no index belongs to the checkpoint, which was trained on none here"
+    named = Path(os.path.expanduser(meta["config"]["data"]["index"]))
+    places = [Path(meta["data"].get("index_path", named)), named.absolute(), HERE / named]
+    others = ""
+    for path in dict.fromkeys(place for place in places if place.is_file()):
+        try:
+            index = load_index(path)
+        except DataError as e:
+            others += f"; {e}"
+            continue
+        if index.fingerprint == wanted:
+            return path, index, ""
+        others += f"; {path} is another corpus (fingerprint {index.fingerprint}, the run's is {wanted})"
+    return None, None, "no index of the run among " + ", ".join(dict.fromkeys(map(str, places))) + others
+
+
+def training_data(step_folder: Path, meta: dict) -> TrainingData:
+    """What the parameters were trained on, as far as a checkpoint tells, the index that it names, and, of one that was
+    imported, the tokenizer that came with it."""
+    path, index, _ = index_of_run(meta)
+    if index is not None:
+        known = TrainingData.of(path, index)
+    else:
+        known = TrainingData({}, meta["data"].get("fingerprint"))
+        if "fingerprint" not in meta["data"] and (found := find_tokenizer(None, step_folder, meta)).path is not None:
+            known = TrainingData({"tokenizer": tokenizer_content(found.path)})
+    return dataclasses.replace(known, vocabulary=known.vocabulary | meta["data"].get("vocabulary", {}))
