@@ -380,7 +380,7 @@ def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> O
     folder = find_checkpoint(checkpoint)
     meta = checked_meta(folder)
     config = assemble_config(meta["config"], str(folder), hardware, overrides)
-    mesh = make_mesh(config, jax.device_count())  # rows are filled up to what the mesh needs
+    mesh = make_mesh(config, len(jax.devices()))  # rows are filled up to what the mesh needs
     if mesh.shape["context"] != 1:
         raise ValueError(f"mesh: got context {mesh.shape['context']}, expected 1, since rows have different lengths; "
                          "fix: --set 'mesh={data: 1, fsdp: -1, context: 1, tensor: 1}'")  # fmt: skip

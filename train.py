@@ -31,7 +31,6 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 import data
 import model
@@ -73,6 +72,7 @@ from config import (
     versions,
     with_shardings,
 )
+from heldout import HeldOut, check_index
 from metrics import MetricsLog, Progress, StepLog, evaluation_metrics, summarise, summarised_step
 from processes import (
     EXIT_INTERRUPTED,
@@ -92,7 +92,7 @@ from processes import (
     unknown_key,
     write_yaml,
 )
-from vocabulary import TrainingData, comparable, described
+from vocabulary import TokenCheck, TrainingData, comparable
 
 
 class State(NamedTuple):
@@ -159,7 +159,7 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
         for thing in (log, progress, batches, checkpoints, profile):
             at_exit.callback(thing.close)
         at_exit.push(step_log.log_what_is_done)
-        token_check = data.TokenCheck(source.index, config.data.mask_token)
+        token_check = TokenCheck(source.index, config.data.mask_token)
 
         def evaluate(step: int) -> bool:
             """Held-out loss after `step`; False if a signal interrupted it. The next start makes up for it."""
@@ -471,136 +471,6 @@ def init_state(config: Config, mesh):
     return params, jax.jit(optimizer(config).init, out_shardings=state_to)(params)
 
 
-# ------------------------------------------------------------------------------------------------ held-out evaluation
-
-
-class HeldOut:
-    """Held-out evaluation of one index: every instance once, token-weighted, summed in float64 in a fixed order.
-
-    `batch` rows are computed at once over all devices. `limit` is a number of instances, spread evenly; None for all.
-    `trained` tells what the models were trained on. Another vocabulary is refused; so is the same data, but for
-    `on_training_data` (None: where nobody can ask for it).
-    """
-
-    def __init__(self, config: Config, mesh, index: str, data_root: str | None, batch: int, limit: int | None,
-                 trained: Sequence[TrainingData], on_training_data: bool | None = None):  # fmt: skip
-        self.config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
-        self.mesh, self.trained, self.on_training_data = mesh, trained, on_training_data
-        self.of: list[dict] = []  # the identity of each index that was opened
-        self.batches = self.open(index, data_root, limit)
-        self.step = self.compile(row_losses, param_specs(config))
-
-    def open(self, index: str, data_root: str | None, limit: int | None) -> data.EvaluationBatches:
-        d = self.config.data
-        rows = local_rows(self.mesh, d.global_batch)
-        options = {"rows": rows, "mask_token": d.mask_token, "document_mask": d.document_mask, "limit": limit}
-        batches = data.EvaluationBatches(index, data_root, d.global_batch, **options)
-        check_index(batches.source.index, self.config, index)
-        if "all" in batches.domains:
-            raise ValueError(f"{index}: got the label 'all', which stands for all labels; fix: index with another one")
-        self.of.append(self.check_held_out(batches))
-        return batches
-
-    def check_held_out(self, batches: data.EvaluationBatches) -> dict:
-        """Identity of the index. It has the vocabulary of the training data and none of its files unless that is meant."""
-        path, index = batches.source.path, batches.source.index
-        of = described(path, index) | {"instances": len(batches.instances)}
-        if unknown := {key for trained in self.trained for key in trained.check_vocabulary(of)}:
-            keys = ", ".join(key for key in of if key in unknown)
-            say(f"{path}: not compared with the training data, of which too little is known: {keys}")
-        if shared := max((trained.trained_on(index) for trained in self.trained), default=0):
-            of["trained_on_files"] = shared
-            fault = f"{path}: {shared} of {len(index.files)} files are data that the model was trained on"
-            if not self.on_training_data:
-                flag = "" if self.on_training_data is None else ", or --on-training-data where that is meant"
-                raise ValueError(f"{fault}, expected held-out data; fix: another index{flag}")
-            say(fault)
-        return of
-
-    def compile(self, per_row: Callable, specs, microbatch: int | None = None):
-        """jit of (params, sharded as `specs` say, batch) -> per_row(params, micro-batch, config, execution) of every row."""
-        microbatch = microbatch or largest_microbatch(self.config, self.mesh)
-        execution = make_execution(self.config, microbatch, platform_of(self.mesh))
-        per_row = partial(per_row, config=self.config, execution=execution)
-        step = jax.shard_map(
-            partial(evaluation_step, per_row=per_row, microbatch=microbatch),
-            mesh=self.mesh,
-            in_specs=(specs, batch_specs(self.config)),
-            out_specs=P(),
-            check_vma=self.config.hardware.attention != "splash",
-        )
-        return jax.jit(step, compiler_options=self.config.hardware.xla_flags)
-
-    def by_row(self, params, progress: bool = False, should_stop=lambda: False) -> list[np.ndarray] | None:
-        """Columns of `step`'s results, float64 [rows of all batches] each; None if `should_stop` ended it early."""
-        inputs_are_checked()
-        batch_size, results = self.config.data.global_batch, []
-        bar = {"total": len(self.batches), "desc": "evaluating", "unit": "batch", "leave": False}
-        for batch in tqdm(self.batches, **bar, disable=not progress):
-            if should_stop():
-                return None
-            rows = self.step(params, to_device(batch, self.mesh, self.config, batch_size))
-            results.append([np.asarray(x, np.float64) for x in rows])
-        n = len(self.batches.domain)  # the rest is padding
-        columns = [np.concatenate(x)[:n] for x in zip(*results, strict=True)]
-        broken = np.flatnonzero(~np.isfinite(columns).all(axis=0))
-        if len(broken):
-            label = self.batches.domains[self.batches.domain[broken[0]]]
-            say(f"WARNING: {len(broken)} of {n} rows are not finite, the first is row {broken[0]} ({label}): means over them "
-                "are no numbers either")  # fmt: skip
-        return columns
-
-    def by_label(self, *columns: np.ndarray) -> dict[str, tuple]:
-        """{label or "all": (rows, the sum of each column over them)}; a domain of -1 is padding."""
-        domain = self.batches.domain
-        groups = {label: domain == i for i, label in enumerate(self.batches.domains)} | {"all": domain >= 0}
-        return {label: (int(rows.sum()), *(x[rows].sum() for x in columns)) for label, rows in groups.items()}
-
-    def __call__(self, params, progress: bool = False, should_stop=lambda: False) -> dict[str, dict] | None:
-        """{label or "all": {"ce", "perplexity", "tokens", "instances"}}; None if `should_stop` ended it early."""
-        columns = self.by_row(params, progress, should_stop)
-        return columns and {
-            label: mean_loss(ce, tokens) | {"instances": n}
-            for label, (n, ce, tokens) in self.by_label(*columns).items()
-            if n > 0
-        }
-
-
-def row_losses(params, piece, config: Config, execution: model.Execution):
-    """(sum of CE over unmasked labels, their number) of each row, [b]. local: piece [b, S/context]."""
-    _, per_token = model.token_loss(params, piece, 0.0, config.model, execution)
-    ce = jnp.sum(jnp.where(piece["loss_mask"], per_token.ce_N, 0.0), axis=1)
-    return ce, jnp.sum(piece["loss_mask"], axis=1, dtype=jnp.int32)
-
-
-def evaluation_step(params, batch, per_row: Callable, microbatch: int):
-    """per_row(params, micro-batch) of each row, a tuple of [B], whole on every device.
-
-    local: batch [B/(data*fsdp), S/context]. By row, so that the result does not depend on how rows are batched.
-    """
-    params, batch = model.vary((params, {k: v for k, v in batch.items() if k != "filtered"}))
-    pieces = jax.tree.map(lambda x: x.reshape(-1, microbatch, *x.shape[1:]), batch)
-    columns = tuple(x.reshape(-1) for x in lax.map(partial(per_row, params), pieces))
-    local = columns[0].shape[0]
-    first = (lax.axis_index("data") * lax.axis_size("fsdp") + lax.axis_index("fsdp")) * local
-    whole = local * lax.axis_size("data") * lax.axis_size("fsdp")
-
-    def spread(x):  # [B/(data*fsdp)] -> [B]: every device adds its rows to zeros
-        padded = lax.dynamic_update_slice(model.vary(jnp.zeros(whole, x.dtype)), x, (first,))
-        on_first = jnp.where(lax.axis_index("tensor") == 0, padded, 0)  # rows are the same along tensor
-        return lax.psum(on_first, model.AXES)
-
-    return tuple(map(spread, columns))
-
-
-def mean_loss(ce: float, tokens: float) -> dict:
-    """Of a summed cross-entropy. The perplexity of a run that has diverged is infinite, and null in JSON; without a token
-    there is no mean."""
-    with np.errstate(over="ignore"):
-        ce = float(ce) / tokens if tokens else np.nan
-        return {"ce": ce, "perplexity": float(np.exp(ce)), "tokens": int(tokens)}
-
-
 def log_held_out(held_out: HeldOut, params, step: int, log: MetricsLog, bar: bool, alive: Alive, stop: Stop) -> bool:
     """Evaluate, write and say the held-out loss after `step`; False if a signal interrupted it."""
     began, asked = time.perf_counter(), itertools.count()
@@ -622,18 +492,6 @@ def log_held_out(held_out: HeldOut, params, step: int, log: MetricsLog, bar: boo
     text = f"step {step}: held-out CE {results['all']['ce']:.4f}"
     say(text + (f" ({', '.join(labels)})" if len(labels) > 1 else ""))
     return True
-
-
-def check_index(index: data.Index, config: Config, path: str) -> None:
-    if index.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"{path}: got vocab_size {index.vocab_size}, expected at most model.vocab_size {config.model.vocab_size}"
-        )
-    if index.sequence_length != (S := config.data.sequence_length):
-        raise ValueError(
-            f"{path}: got sequence_length {index.sequence_length}, expected data.sequence_length {S}; fix: build an index "
-            f"with --sequence-length {S}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------- command line

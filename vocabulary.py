@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from data import EOS, KNOWN_TOKENIZERS, PAD, DataError, Index, load_index, load_tokenizer, local_path
@@ -117,6 +118,8 @@ def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
         )
 
 
+EOS_WITHIN = 1_000_000  # a warning if this many tokens hold no EOS
+PAD_FRACTION = 0.01  # ... or more padding than this
 # Of Ai2's own tokenizer.json, see `tokenizer_content`.
 DOLMA2_CONTENT = "sha256:5fe714d85dd4f5bed5b275859304740d58a31dab3688eded9da05abec76ded7b"
 
@@ -232,3 +235,26 @@ def training_data(step_folder: Path, meta: dict) -> TrainingData:
         if "fingerprint" not in meta["data"] and (found := find_tokenizer(None, step_folder, meta)).path is not None:
             known = TrainingData({"tokenizer": tokenizer_content(found.path)})
     return dataclasses.replace(known, vocabulary=known.vocabulary | meta["data"].get("vocabulary", {}))
+
+
+class TokenCheck:
+    """Looks at the tokens a run begins with, and says once what is odd about the first million: no EOS, padding."""
+
+    def __init__(self, index: Index, mask_token: int | None):
+        self.index, self.mask_token, self.tokens, self.eos, self.pad = index, mask_token, 0, 0, 0
+
+    def __call__(self, tokens: np.ndarray) -> list[str]:
+        if self.tokens >= EOS_WITHIN:
+            return []
+        eos_id, pad_id = self.index.eos_id, self.index.pad_id
+        self.tokens += tokens.size
+        self.eos += np.count_nonzero(tokens == eos_id)
+        self.pad += 0 if pad_id is None else np.count_nonzero(tokens == pad_id)
+        messages, first = [], f"the first {self.tokens:,} tokens"
+        if self.tokens >= EOS_WITHIN and self.eos == 0:
+            messages.append(f"WARNING: EOS {eos_id} is in none of {first}; another tokenizer?")
+        if self.tokens >= EOS_WITHIN and self.pad > PAD_FRACTION * self.tokens:
+            share = f"{self.pad / self.tokens:.1%} of {first} are padding ({pad_id})"
+            masked = pad_id == self.mask_token
+            messages.append(f"{share}, without loss" if masked else f"WARNING: {share}; fix: data.mask_token={pad_id}")
+        return messages

@@ -21,7 +21,8 @@ sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder
 
 from harness import House
 
-import train
+from metrics import read_metrics
+from processes import EXIT_PREEMPTED
 
 EVERY = 12  # steps from save to save
 
@@ -43,7 +44,7 @@ def measure(root: Path, saves: int, layers: int) -> dict:
     path, last = run_dir / "metrics.jsonl", saves * EVERY + EVERY // 2
 
     def rows() -> list[dict]:
-        return [row for _, row in train.read_metrics(path)]
+        return [row for _, row in read_metrics(path)]
 
     began = wait_for(lambda: path.exists() and len(rows()) >= last, process)
     process.send_signal(signal.SIGTERM)
@@ -53,7 +54,7 @@ def measure(root: Path, saves: int, layers: int) -> dict:
         return {p.name for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()} - before
 
     complete = wait_for(finished, process) - began
-    assert process.wait(timeout=120) == train.EXIT_PREEMPTED, process.communicate()
+    assert process.wait(timeout=120) == EXIT_PREEMPTED, process.communicate()
     ended, kept = time.monotonic() - began, rows()
 
     # The row of step N+1 tells how long training waited for the save of N, the row in whose step it was complete how

@@ -27,15 +27,16 @@ from tqdm import tqdm
 
 import convert
 import model
-import train
+from config import build
+from processes import HERE, read_yaml
 
 BLOCK = 2**26  # bytes made, read or hashed at once
 
 
 def config_of(layers: int) -> tuple[dict, dict]:
     """(config.json, shapes) of the 7B with another number of layers."""
-    raw = train.read_yaml(train.HERE / "configs" / "stage1.yaml")["model"] | {"n_layers": layers}
-    m = train.build(model.ModelConfig, raw, "model")
+    raw = read_yaml(HERE / "configs" / "stage1.yaml")["model"] | {"n_layers": layers}
+    m = build(model.ModelConfig, raw, "model")
     ids = {"eos_token_id": convert.DOLMA2[1], "pad_token_id": convert.DOLMA2[2]}
     return convert.hf_config(m, 5, 8192, "bfloat16", ids), convert.hf_shapes(m)
 
@@ -98,7 +99,7 @@ def read_hashes(folder: Path) -> dict[str, str]:
 def measure(arguments: list[str], moved: int) -> dict:
     """Wall time, speed over the bytes of the bf16 checkpoint and peak resident memory of one verb."""
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, str(train.HERE / "convert.py"), *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, str(HERE / "convert.py"), *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     if status:

@@ -33,6 +33,7 @@ import transformers
 
 import model
 import train
+from config import Config, load_config, make_mesh, to_device
 
 torch.set_num_threads(os.cpu_count())  # parity.py, whose tensors are tiny, has set 1
 
@@ -46,9 +47,9 @@ MODELS = {  # --set overrides of configs/quickstart.yaml
 }
 
 
-def our_step(c: train.Config, tokens: np.ndarray):
+def our_step(c: Config, tokens: np.ndarray):
     """A function that takes one step with the compiled training step and returns the loss once it is done."""
-    mesh = train.make_mesh(c)
+    mesh = make_mesh(c)
     step = train.compile_train_step(c, mesh)
     state = list(train.init_state(c, mesh))
     B, S = tokens.shape
@@ -56,7 +57,7 @@ def our_step(c: train.Config, tokens: np.ndarray):
     mask = np.ones((B, S), bool)
     mask[:, -1] = False
     batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "segment_ids": np.zeros_like(tokens)}
-    batch = train.to_device(batch | {"filtered": np.zeros(B, bool)}, np.arange(B), mesh, c)
+    batch = to_device(batch | {"filtered": np.zeros(B, bool)}, np.arange(B), mesh, c)
     count = 0
 
     def one() -> float:
@@ -69,7 +70,7 @@ def our_step(c: train.Config, tokens: np.ndarray):
     return one
 
 
-def transformers_step(c: train.Config, tokens: np.ndarray):
+def transformers_step(c: Config, tokens: np.ndarray):
     """The same with transformers and torch. Their labels are shifted inside the model."""
     m = c.model
     kinds = {"s": "sliding_attention", "f": "full_attention"}
@@ -114,7 +115,7 @@ def transformers_step(c: train.Config, tokens: np.ndarray):
     return one
 
 
-def olmo_core_step(c: train.Config, tokens: np.ndarray):
+def olmo_core_step(c: Config, tokens: np.ndarray):
     """OLMo-core's own: its TransformerTrainModule, with gradients of all rows at once."""
     params = jax.tree.map(np.asarray, model.init_params(c.model, 0))
     theirs = parity.OlmoCore(c, params, microbatch=len(tokens))
@@ -133,7 +134,7 @@ def olmo_core_step(c: train.Config, tokens: np.ndarray):
 CONTESTANTS = {"ours": our_step, "transformers": transformers_step, "olmo_core": olmo_core_step}
 
 
-def contend(who: str, c: train.Config) -> None:
+def contend(who: str, c: Config) -> None:
     """One contestant, in a process of its own: for every number of steps on standard input the seconds they take."""
     shape = (c.data.global_batch, c.data.sequence_length)
     one = CONTESTANTS[who](c, np.random.default_rng(0).integers(0, c.model.vocab_size, shape).astype(np.int32))
@@ -151,7 +152,7 @@ def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
 
     Each in its own process, as people run them: in one, the threads and the memory of one slow the others.
     """
-    c = train.load_config("quickstart.yaml", "cpu", MODELS[name] + overrides)
+    c = load_config("quickstart.yaml", "cpu", MODELS[name] + overrides)
     shape = (c.data.global_batch, c.data.sequence_length)
     settings = [f"--set={x}" for x in overrides]
     with contextlib.ExitStack() as stack:
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
-        contend(args.contestant, train.load_config("quickstart.yaml", "cpu", MODELS[args.model[0]] + args.set))
+        contend(args.contestant, load_config("quickstart.yaml", "cpu", MODELS[args.model[0]] + args.set))
         return
     results = []
     print(f"{'model':<12}{'ours tok/s':>11}{'transformers':>14}{'ratio (min-max)':>20}{'OLMo-core':>11}"

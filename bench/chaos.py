@@ -35,10 +35,11 @@ from harness import BATCH, House, assert_same_checkpoint, board, rows, start
 
 import compare
 import data
-import train
+from config import load_config
+from processes import HEARTBEAT
 
 STEPS, SAVES, EVALUATIONS = 40, 3, 7  # two epochs
-ENDS_WITHIN = train.HEARTBEAT + 60  # seconds: for a process whose partner was killed
+ENDS_WITHIN = HEARTBEAT + 60  # seconds: for a process whose partner was killed
 WORKER_ENDS_WITHIN = 5
 
 
@@ -303,7 +304,7 @@ class Chaos:
     def compare(self, run_dir: Path) -> None:
         """The complete run against the one that nothing disturbed."""
         reference = self.reference()
-        source = data.open_data(train.load_config(str(self.house.config), "cpu", []).data)
+        source = data.open_data(load_config(str(self.house.config), "cpu", []).data)
         self.expect(
             sorted(self.trained) == list(range(1, self.steps + 1)), f"{run_dir}: trained {sorted(self.trained)}"
         )

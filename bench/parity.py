@@ -46,6 +46,7 @@ import data
 import model
 import optim
 import train
+from config import Config, batch_specs, load_config, make_execution, param_specs, shardings, to_device
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # with tensors this small more threads wait for each other: ten times as slow on two cores
@@ -71,8 +72,8 @@ YARN = model.YarnConfig(factor=8.0, original_length=16, beta_fast=2.0, beta_slow
 EOS, PAD = 95, 96
 
 
-def config(*overrides: str) -> train.Config:
-    return train.load_config("quickstart.yaml", "cpu", [*OVERRIDES, *overrides])
+def config(*overrides: str) -> Config:
+    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *overrides])
 
 
 # --------------------------------------------------------------------------------------------------- the two models
@@ -177,7 +178,7 @@ def model_logits_yarn() -> Comparison:
 
 def recipe_of_7b() -> Comparison:
     """The numbers of configs/stage1_ai2.yaml's model against olmo3_7B and the dolma2 tokenizer."""
-    ours, tokenizer = train.load_config("stage1_ai2.yaml", "cpu", []).model, TokenizerConfig.dolma2()
+    ours, tokenizer = load_config("stage1_ai2.yaml", "cpu", []).model, TokenizerConfig.dolma2()
     theirs = TransformerConfig.olmo3_7B(tokenizer.padded_vocab_size(), attn_backend=AttentionBackendName.torch)
     mixer, windows = theirs.block.sequence_mixer, theirs.block.sequence_mixer.sliding_window
     pairs = {
@@ -224,7 +225,7 @@ def initial_weights() -> Comparison:
 class OlmoCore:
     """OLMo-core's train module with what it needs of a trainer: a step counter and a place for metrics."""
 
-    def __init__(self, c: train.Config, params: dict, microbatch: int = 2):
+    def __init__(self, c: Config, params: dict, microbatch: int = 2):
         S, o, (piece,) = c.data.sequence_length, c.optim, c.schedule
         self.module = TransformerTrainModule(
             olmo_core_model(c.model),
@@ -278,16 +279,16 @@ def metric(metrics: dict, name: str) -> float:
     return value
 
 
-def our_gradients(c: train.Config, params: dict, batch: dict, divisor: float):
+def our_gradients(c: Config, params: dict, batch: dict, divisor: float):
     """(gradients, CE sum, lse^2 sum), by the training step's own function, in micro-batches of 2."""
-    specs = train.param_specs(c)
+    specs = param_specs(c)
 
     def body(params, batch):
-        grads, sums = train.gradients(params, batch, jnp.float32(divisor), c, train.execution(c, 2, "cpu"), 2)
+        grads, sums = train.gradients(params, batch, jnp.float32(divisor), c, make_execution(c, 2, "cpu"), 2)
         return grads, lax.psum(sums, model.AXES)
 
-    f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, train.batch_specs(c)), out_specs=(specs, P()))
-    on_mesh = train.to_device(batch, np.arange(c.data.global_batch), one_device(), c)
+    f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, batch_specs(c)), out_specs=(specs, P()))
+    on_mesh = to_device(batch, np.arange(c.data.global_batch), one_device(), c)
     grads, (ce, lse_squared) = jax.tree.map(
         np.asarray, jax.jit(f, compiler_options=c.hardware.xla_flags)(params, on_mesh)
     )
@@ -324,8 +325,8 @@ def loss_pair() -> dict[str, float]:
 
     # The same through the compiled step, which makes the divisor itself
     mesh = one_device()
-    state = jax.device_put((params, train.optimizer(c).init(params)), train.shardings(mesh, train.state_specs(c)))
-    on_mesh = train.to_device(ours, np.arange(4), mesh, c)
+    state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
+    on_mesh = to_device(ours, np.arange(4), mesh, c)
     _, _, metrics = train.compile_train_step(c, mesh)(*state, on_mesh, jnp.int32(1))
     their_ce, their_z = metric(reference.metrics, "CE loss"), metric(reference.metrics, "Z loss unscaled")
     return {
@@ -374,7 +375,7 @@ def learnable(rng, n: int, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def write_corpus(folder: Path, c: train.Config) -> list[Path]:
+def write_corpus(folder: Path, c: Config) -> list[Path]:
     """Three files of a noisy, learnable sequence; five instances repeat one token; the batch of step SPIKE is noise."""
     S, V, rng = c.data.sequence_length, c.model.vocab_size, np.random.default_rng(5)
     sizes = [300 * S + 11, 5, 503 * S + 17]  # odd, and one too short for an instance
@@ -468,9 +469,9 @@ def training() -> Training:
         reference = OlmoCore(c, random_params(c.model))
         step = train.compile_train_step(c, mesh)
         params = jax.tree.map(jnp.array, random_params(c.model))  # a copy: the step donates its state
-        state = jax.device_put((params, train.optimizer(c).init(params)), train.shardings(mesh, train.state_specs(c)))
+        state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
         for k in range(1, STEPS + 1):
-            batch = train.to_device(source.batch_at((k - 1) * c.data.global_batch), np.arange(8), mesh, c)
+            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), np.arange(8), mesh, c)
             *state, m = step(*state, batch, jnp.int32(k))
             theirs = reference.step(next(batches))
             get = partial(metric, theirs)
@@ -797,7 +798,7 @@ def repetition_filter() -> Comparison:
 @cache
 def learning_rate_pair() -> dict[str, float]:
     """Largest relative difference over every step of stage 1 (Ai2's two pieces, the case study's one), 2 and 3."""
-    stage1, stage1_ai2, stage2, stage3 = (train.load_config(f"{name}.yaml", "cpu", []) for name in
+    stage1, stage1_ai2, stage2, stage3 = (load_config(f"{name}.yaml", "cpu", []) for name in
                                           ("stage1", "stage1_ai2", "stage2", "stage3"))  # fmt: skip
     ai2_first, ai2_second = CosWithWarmup(warmup=2000), HalfCosWithWarmup(warmup=597_046)
     linear = partial(LinearWithWarmup, alpha_f=0.0)

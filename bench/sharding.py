@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 import train
+from config import load_config, to_device
 
 HERE = Path(__file__).resolve().parent.parent
 # Adam's eps: with 1e-8 it would blow up rounding wherever a gradient is itself of rounding size; and as large as a
@@ -321,10 +322,10 @@ def memory(fsdp=(1, 2, 4, 8)) -> list[dict]:
     """MiB that the compiler plans for one device of the training step, where parameters dominate: 13.6 million."""
     rows = []
     for n in fsdp:
-        c = train.load_config("quickstart.yaml", "cpu", [*OVERRIDES, *LARGER, f"mesh.fsdp={n}"])
+        c = load_config("quickstart.yaml", "cpu", [*OVERRIDES, *LARGER, f"mesh.fsdp={n}"])
         case = Case((1, n, 1, 1), ())
         mesh = make_mesh(case.mesh)
-        batch = train.to_device(make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
+        batch = to_device(make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
         step = train.compile_train_step(c, mesh).lower(*train.state_shapes(c, mesh), batch, jnp.int32(1))
         plan = step.compile().memory_analysis()
         new = plan.output_size_in_bytes - plan.alias_size_in_bytes  # the rest takes the place of arguments

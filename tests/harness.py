@@ -18,9 +18,11 @@ import compare
 import convert
 import data
 import model
-import train
+from checkpoint import FORMAT_VERSION
+from config import assemble_config, science_dict
+from processes import HERE
 
-REPO = train.HERE
+REPO = HERE
 SEQUENCE, VOCABULARY, BATCH, STEPS = 32, 97, 8, 16
 
 # ------------------------------------------------------------------------------------------------ corpus and configs
@@ -111,6 +113,12 @@ class House:
         assert "Traceback" not in err or "RuntimeError: Event loop is closed" in err
         assert "leaked" not in err, err  # what worker processes share
         return out, err
+
+
+def use_devices(monkeypatch, n: int) -> None:
+    """Meshes are made of the first n of conftest's eight devices."""
+    devices = jax.local_devices()[:n]
+    monkeypatch.setattr(jax, "devices", lambda *backend: devices)
 
 
 def free_port() -> int:
@@ -223,7 +231,7 @@ train.compile_train_step, train.Checkpoints.save, train.HeldOut = compile_hooked
 train.to_device, data.BatchSource.read = to_device_hooked, read_hooked
 mark(train.Checkpoints, "restore_latest", "restore")
 mark(train, "initial_state", "restore")
-mark(train.Run, "summarise", "summary")
+mark(train, "summarise", "summary")
 if __name__ == "__main__":
     train.exit_with(train.main())
 """
@@ -327,15 +335,15 @@ def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_
     science = tiny_config(root)
     science["model"] |= {"vocab_size": 600, "padded_vocab_size": 640, "n_kv_heads": 2, "init_std": 0.3, **model_keys}
     science["data"]["sequence_length"] = 96
-    c = train.assemble_config(science, "test", "cpu", [])
+    c = assemble_config(science, "test", "cpu", [])
     rng = np.random.default_rng(seed)
     params = {}
     for name, t in model.ledger(c.model).items():
         x = rng.uniform(0.5, 1.5, t.shape) if t.std is None else t.std * rng.standard_normal(t.shape)
         params[name] = np.zeros(t.shape, np.float32) if zero_head and name == "lm_head" else x.astype(np.float32)
     meta = {
-        "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * 96,
-        "data": {"sequence_length": 96, "fingerprint": index.fingerprint}, "config": train.science_dict(c), "items": ["params", "meta"],
+        "format_version": FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * 96,
+        "data": {"sequence_length": 96, "fingerprint": index.fingerprint}, "config": science_dict(c), "items": ["params", "meta"],
     }  # fmt: skip
     folder = root / "run" / "checkpoints" / "3"
     folder.mkdir(parents=True)

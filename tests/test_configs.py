@@ -7,14 +7,16 @@ import pytest
 
 import model
 import optim
-import train
+from checkpoint import check_same_model
+from config import HARDWARE, SCIENCE, load_config, make_execution, science_dict
+from processes import HERE
 
-RECIPES = sorted(p.stem for p in (train.HERE / "configs").glob("*.yaml"))
-MACHINES = sorted(p.stem for p in (train.HERE / "configs" / "hardware").glob("*.yaml"))
+RECIPES = sorted(p.stem for p in (HERE / "configs").glob("*.yaml"))
+MACHINES = sorted(p.stem for p in (HERE / "configs" / "hardware").glob("*.yaml"))
 
 
 def load(recipe, machine="cpu", *overrides):
-    return train.load_config(recipe, machine, list(overrides))
+    return load_config(recipe, machine, list(overrides))
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -23,7 +25,7 @@ def test_every_recipe_loads_with_every_machine(recipe, machine):
     """A recipe or hardware file that a key was forgotten in, or whose remat does not fit its micro-batches."""
     c = load(recipe, machine)
     for size in range(1, c.hardware.microbatch + 1):
-        train.execution(c, size, "tpu")
+        make_execution(c, size, "tpu")
 
 
 def test_recipes_and_machines_are_all_here():
@@ -33,13 +35,13 @@ def test_recipes_and_machines_are_all_here():
 
 def test_science_and_hardware_have_disjoint_keys():
     """Law 3: a key that stands in both files could change the maths with the machine."""
-    assert not set(train.SCIENCE) & set(train.HARDWARE)
+    assert not set(SCIENCE) & set(HARDWARE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_another_tpu_generation_is_another_hardware_file(recipe):
     """A change of machine in the middle of a run that needs a change of the recipe, too: all science stays the same."""
-    assert len({json.dumps(train.science_dict(load(recipe, machine))) for machine in MACHINES}) == 1
+    assert len({json.dumps(science_dict(load(recipe, machine))) for machine in MACHINES}) == 1
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_another_tpu_generation_is_another_hardware_file(recipe):
 )  # fmt: skip
 def test_every_stage_takes_over_the_one_before(before, after):
     """A recipe whose model is no longer the one that its parameters come from."""
-    train.check_same_model(train.science_dict(load(before))["model"], load(after), before)
+    check_same_model(science_dict(load(before))["model"], load(after), before)
 
 
 @pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2", "stage3"])

@@ -31,8 +31,12 @@ import convert
 import data
 import model
 import train
+from checkpoint import FORMAT_VERSION, Checkpoints, checksums, find_checkpoint, read_meta, restore_item
+from config import Config, assemble_config, build, param_shapes, science_dict, shardings, to_device
+from processes import HERE, read_yaml
+from vocabulary import find_tokenizer
 
-REPO = train.HERE
+REPO = HERE
 SEQUENCE, VOCABULARY, BATCH = 32, 97, 8
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 UPDATE = "model.layers.1.mlp.up_proj.weight"  # any tensor that the tests damage
@@ -170,12 +174,12 @@ def mesh_of(devices: int):
     return jax.make_mesh((1, devices, 1, 1), model.AXES, devices=jax.devices()[:devices], axis_types=auto)
 
 
-def restore(run_dir, devices: int = 1) -> tuple[dict, train.Config]:
+def restore(run_dir, devices: int = 1) -> tuple[dict, Config]:
     """Parameters through train.py's own machinery, in the model that the checkpoint's meta describes."""
-    step_folder = train.find_checkpoint(str(run_dir))
-    meta = train.read_meta(step_folder)
-    c = train.assemble_config(meta["config"], str(step_folder), "cpu", ["model.compute_dtype=float32"])
-    return train.restore_item(step_folder, "params", train.param_shapes(c, mesh_of(devices))), c
+    step_folder = find_checkpoint(str(run_dir))
+    meta = read_meta(step_folder)
+    c = assemble_config(meta["config"], str(step_folder), "cpu", ["model.compute_dtype=float32"])
+    return restore_item(step_folder, "params", param_shapes(c, mesh_of(devices))), c
 
 
 def our_logits(params, m: model.ModelConfig, tokens: np.ndarray) -> np.ndarray:
@@ -202,19 +206,19 @@ def save_checkpoint(root: Path, run_dir: Path, devices: int, seed: int = 0, **mo
     """A checkpoint of random parameters as train.py saves it on a mesh of `devices`; returns the parameters."""
     science = tiny_config(root)
     science["model"] |= model_keys
-    c = train.assemble_config(science, "test", "cpu", [])
+    c = assemble_config(science, "test", "cpu", [])
     mesh = mesh_of(devices)
-    params_to, state_to = train.shardings(mesh, train.state_specs(c))
+    params_to, state_to = shardings(mesh, train.state_specs(c))
     params = jax.jit(partial(model.init_params, c.model), out_shardings=params_to)(seed)
     params = {n: 1.3 * x if "norm" in n else x for n, x in params.items()}
     state = jax.jit(train.optimizer(c).init, out_shardings=state_to)(params)
     meta = {
-        "format_version": train.FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * SEQUENCE,
+        "format_version": FORMAT_VERSION, "step": 3, "instances_seen": 24, "tokens_seen": 24 * SEQUENCE,
         "data": {"sequence_length": SEQUENCE},
-        "config": train.science_dict(c), "items": ["params", "opt_state", "meta"],
-        "checksums": {"params": train.checksums(params), "opt_state": train.checksums(state)},
+        "config": science_dict(c), "items": ["params", "opt_state", "meta"],
+        "checksums": {"params": checksums(params), "opt_state": checksums(state)},
     }  # fmt: skip
-    checkpoints = train.Checkpoints(run_dir / "checkpoints", None)
+    checkpoints = Checkpoints(run_dir / "checkpoints", None)
     checkpoints.save(3, params, state, meta)
     checkpoints.close()
     return params
@@ -277,9 +281,7 @@ def test_train_restores_what_from_hf_wrote(hf, imported, devices):
     np.testing.assert_array_equal(params["w_down"][5], theirs[layer + "mlp.down_proj.weight"])
     np.testing.assert_array_equal(params["embed"][:VOCABULARY], theirs["model.embed_tokens.weight"])
     assert len(params["wq"].sharding.device_set) == devices
-    assert train.read_meta(train.find_checkpoint(str(imported["yarn"])))["checksums"]["params"] == train.checksums(
-        params
-    )
+    assert read_meta(find_checkpoint(str(imported["yarn"])))["checksums"]["params"] == checksums(params)
 
 
 def test_from_hf_leaves_what_orbax_leaves(house, imported):
@@ -290,7 +292,7 @@ def test_from_hf_leaves_what_orbax_leaves(house, imported):
         keys = [k for k in store.list().result() if k.endswith(b"/.zarray")]
         return {k.decode(): json.loads(store.read(k).result().value) for k in keys}
 
-    theirs, ours = (train.find_checkpoint(str(p)) for p in (house.run, imported["plain"]))
+    theirs, ours = (find_checkpoint(str(p)) for p in (house.run, imported["plain"]))
     for file in ("_CHECKPOINT_METADATA", "commit_success.txt", "meta/metadata", "meta/commit_success.txt",
                  "params/_METADATA", "params/manifest.ocdbt", "params/commit_success.txt"):  # fmt: skip
         assert (theirs / file).is_file() and (ours / file).is_file(), file
@@ -374,9 +376,9 @@ def test_an_exported_model_gives_our_logits(house, tmp_path, capsys, form, yarn)
 
 def test_yarn_frequencies_are_transformers():
     """Positions divided by the factor instead of YaRN, or a range that is not rounded (case 73): truncate is True."""
-    raw = train.read_yaml(REPO / "configs" / "stage1.yaml")["model"]
+    raw = read_yaml(REPO / "configs" / "stage1.yaml")["model"]
     raw |= {"yarn": {"factor": 8.0, "original_length": 8192, "beta_fast": 32.0, "beta_slow": 1.0}}
-    m = train.build(model.ModelConfig, raw, "model")
+    m = build(model.ModelConfig, raw, "model")
     hf = convert.hf_config(m, 5, 65536, "float32", {"eos_token_id": 0, "pad_token_id": None})
     config = transformers.AutoConfig.for_model(**hf)
     theirs, factor = _compute_yarn_parameters(config, "cpu", layer_type="full_attention")
@@ -399,8 +401,8 @@ def test_padding_rows_come_as_zeros_and_do_not_leave(hf, imported, tmp_path, cap
 
 
 def seven_b(**changes) -> model.ModelConfig:
-    raw = train.read_yaml(REPO / "configs" / "stage1.yaml")["model"] | changes
-    return train.build(model.ModelConfig, raw, "model")
+    raw = read_yaml(REPO / "configs" / "stage1.yaml")["model"] | changes
+    return build(model.ModelConfig, raw, "model")
 
 
 @pytest.mark.parametrize("form", [4, 5])
@@ -856,14 +858,14 @@ def other_corpus(house, root: Path) -> Path:
 def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, monkeypatch):
     """A recipe names its index relative to the current folder: from another project's folder the same name is another
     corpus, whose tokenizer turns every id into another word. An imported checkpoint was trained on no index at all."""
-    other, run_folder = other_corpus(house, tmp_path / "other"), train.find_checkpoint(str(house.run))
-    meta = train.read_meta(run_folder)
+    other, run_folder = other_corpus(house, tmp_path / "other"), find_checkpoint(str(house.run))
+    meta = read_meta(run_folder)
     assert meta["data"].pop("index_path") == str((house.root / "train.json").resolve())
     meta["config"]["data"]["index"], own = "train.json", meta["data"]
 
     def found(folder, meta=meta, step_folder=run_folder, given=None):
         monkeypatch.chdir(folder)
-        return data.find_tokenizer(given, step_folder, meta)
+        return find_tokenizer(given, step_folder, meta)
 
     here = found(house.root)
     assert here.tokenizer.id_to_token(7) == "w5" and (here.eos_ids, here.pad_id) == ((0,), 1)
@@ -882,7 +884,7 @@ def test_no_other_corpus_lends_its_tokenizer(house, imported, tmp_path, capsys, 
     with pytest.raises(data.DataError, match="hf.*tokenizer.json: got no such file.*--tokenizer"):
         found(other, given=str(imported["plain"] / "hf"))
 
-    imported_meta = train.read_meta(train.find_checkpoint(str(imported["plain"])))
+    imported_meta = read_meta(find_checkpoint(str(imported["plain"])))
     assert imported_meta["config"]["data"]["index"] == ""
     for index in ("", "train.json"):  # as from-hf writes it, and as it wrote the recipe's before
         imported_meta["config"]["data"]["index"] = index
@@ -900,8 +902,8 @@ def test_every_end_of_a_text_travels(house, hf, tmp_path, capsys):
     shutil.copyfile(house.root / "tokenizer.json", folder / "tokenizer.json")
     convert.write_json(folder / "generation_config.json", {"eos_token_id": [9, 0], "pad_token_id": 1, "top_p": 0.5})
     run(capsys, "from-hf", folder, tmp_path / "run")
-    step_folder = train.find_checkpoint(str(tmp_path / "run"))
-    assert data.find_tokenizer(None, step_folder, train.read_meta(step_folder)).eos_ids == (0, 9)
+    step_folder = find_checkpoint(str(tmp_path / "run"))
+    assert find_tokenizer(None, step_folder, read_meta(step_folder)).eos_ids == (0, 9)
     out, _ = run(capsys, "to-hf", tmp_path / "run", tmp_path / "back")
     assert out["eos_token_id"] == [0, 9]
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
@@ -936,13 +938,13 @@ def test_three_starts_from_one_checkpoint(house, imported, tmp_path, capsys):
 
     err = house.train(tmp_path / "fresh", "--init-from", imported["plain"], "--set", "run.steps=2")
     assert "fresh moments" in err
-    c, mesh = train.assemble_config(tiny_config(house.root), "test", "cpu", []), mesh_of(1)
+    c, mesh = assemble_config(tiny_config(house.root), "test", "cpu", []), mesh_of(1)
     with pytest.raises(ValueError, match="no moments prepared.*stage2-init"):
         train.initial_state(c, mesh, str(imported["plain"]), "adam", {})
     with pytest.raises(ValueError, match="no moments prepared"):
         train.initial_state(c, mesh, str(house.run), "adam", {})  # moments of the end of a stage, not prepared
     for folder, words in ((imported["plain"], "no optimizer state"), (tmp_path / "warm", "prepared start of a stage")):
-        here = train.Checkpoints(shutil.copytree(folder / "checkpoints", tmp_path / f"resume {folder.name}"), None)
+        here = Checkpoints(shutil.copytree(folder / "checkpoints", tmp_path / f"resume {folder.name}"), None)
         with pytest.raises(ValueError, match=words):
             here.restore_latest(c, mesh, {"fingerprint": "of the new stage", "usable": 100})
     _, err = run(capsys, "stage2-init", imported["plain"], tmp_path / "nothing", expect=2)
@@ -952,10 +954,10 @@ def test_three_starts_from_one_checkpoint(house, imported, tmp_path, capsys):
 def test_stage2_init_keeps_every_bit_and_forgets_the_window(house, tmp_path, capsys):
     """Moments that are rounded, a count of Adam that starts anew, a skip-step window of other data (case 87)."""
     run(capsys, "stage2-init", house.run, tmp_path / "warm")
-    c = train.assemble_config(tiny_config(house.root), "test", "cpu", [])
+    c = assemble_config(tiny_config(house.root), "test", "cpu", [])
     params_target, state_target = train.state_shapes(c, mesh_of(1))
-    old, new = (train.find_checkpoint(str(p)) for p in (house.run, tmp_path / "warm"))
-    before, after = ((train.restore_item(p, "params", params_target), train.restore_item(p, "opt_state", state_target))
+    old, new = (find_checkpoint(str(p)) for p in (house.run, tmp_path / "warm"))
+    before, after = ((restore_item(p, "params", params_target), restore_item(p, "opt_state", state_target))
                      for p in (old, new))  # fmt: skip
     same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), before, after)
     changed = {jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(same) if not x}
@@ -963,9 +965,9 @@ def test_stage2_init_keeps_every_bit_and_forgets_the_window(house, tmp_path, cap
     state = after[1]
     assert int(state.count) == 4 and int(state.recorded) == 0 and int(before[1].recorded) == 4
     assert not np.any(state.losses) and not np.any(state.grad_norms) and not bool(state.skipped)
-    meta = train.read_meta(new)
+    meta = read_meta(new)
     assert meta["stage2_init"] and (meta["step"], meta["instances_seen"], meta["tokens_seen"]) == (0, 0, 0)
-    assert meta["checksums"]["opt_state"] == train.checksums(state)
+    assert meta["checksums"]["opt_state"] == checksums(state)
 
 
 def test_a_run_makes_the_detour_and_goes_on_bit_for_bit(house, tmp_path, capsys):
@@ -987,16 +989,16 @@ def test_a_run_makes_the_detour_and_goes_on_bit_for_bit(house, tmp_path, capsys)
     out, _ = run(capsys, "check", tmp_path / "run", tmp_path / "hf", "--dtype", "float32")
     assert out["tokens"] == "this project's source text"
 
-    c = train.assemble_config(tiny_config(house.root), "test", "cpu", [])
+    c = assemble_config(tiny_config(house.root), "test", "cpu", [])
     mesh = mesh_of(1)
     params_target, state_target = train.state_shapes(c, mesh)
-    step_folder = train.find_checkpoint(str(house.run))
+    step_folder = find_checkpoint(str(house.run))
     step, results = train.compile_train_step(c, mesh), []
     batch = next(data.loader(data.open_data(c.data, None, tmp_path / "order"), 4 * BATCH, 5 * BATCH))
-    for source in (step_folder, train.find_checkpoint(str(tmp_path / "run"))):
-        params = train.restore_item(source, "params", params_target)
-        state = train.restore_item(step_folder, "opt_state", state_target)
-        on_device = train.to_device(batch, np.arange(BATCH), mesh, c)
+    for source in (step_folder, find_checkpoint(str(tmp_path / "run"))):
+        params = restore_item(source, "params", params_target)
+        state = restore_item(step_folder, "opt_state", state_target)
+        on_device = to_device(batch, np.arange(BATCH), mesh, c)
         params, state, metrics = step(params, state, on_device, np.int32(5))
         results.append(jax.device_get((params, state, metrics)))
     for params, _, _ in results:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import train
+from config import load_config, shardings, to_device
 from model import Execution, ModelConfig, SplashConfig, Where, YarnConfig
 
 YARN_7B = YarnConfig(factor=8.0, original_length=8192, beta_fast=32.0, beta_slow=1.0)
@@ -929,7 +930,7 @@ TINY = [
 
 
 def tiny(*overrides):
-    return train.load_config("quickstart.yaml", "cpu", [*TINY, *overrides])
+    return load_config("quickstart.yaml", "cpu", [*TINY, *overrides])
 
 
 def train_batch(c, seed, filtered=()):
@@ -948,10 +949,10 @@ def run_steps(c, steps=3, filtered=(2,)):
     step = train.compile_train_step(c, mesh)
     params = random_params(c.model)
     state = (params, train.optimizer(c).init(jax.tree.map(jnp.asarray, params)))
-    params, state = jax.device_put(state, train.shardings(mesh, train.state_specs(c)))
+    params, state = jax.device_put(state, shardings(mesh, train.state_specs(c)))
     log = []
     for k in range(1, steps + 1):
-        batch = train.to_device(train_batch(c, k, filtered), np.arange(c.data.global_batch), mesh, c)
+        batch = to_device(train_batch(c, k, filtered), np.arange(c.data.global_batch), mesh, c)
         params, state, metrics = step(params, state, batch, jnp.int32(k))
         log.append(jax.tree.map(float, metrics))
     return jax.tree.map(np.asarray, params), log

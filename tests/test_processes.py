@@ -31,9 +31,11 @@ from safetensors import safe_open
 import convert
 import data
 import evaluate
-import train
+from config import load_config
+from metrics import is_evaluation
+from processes import HEARTBEAT
 
-ENDS_WITHIN = 15  # seconds after another process's death, where a collective notices it; otherwise train.HEARTBEAT
+ENDS_WITHIN = 15  # seconds after another process's death, where a collective notices it; otherwise HEARTBEAT
 
 
 def finish(processes, expect: int = 0) -> list[tuple[str, str]]:
@@ -86,7 +88,7 @@ def test_two_processes_equal_one(house, two_devices, pair):
         read = [{e["read"] for e in process if e["index"] == index} for process in logged(logs, "read")]
         assert read[0] and read[1] and not read[0] & read[1], key
     trained = [sum((e["instances"] for e in process), []) for process in logged(logs, "step")]
-    source = data.open_data(train.load_config(str(house.config), "cpu", []).data)
+    source = data.open_data(load_config(str(house.config), "cpu", []).data)
     expected = [source.instances_at(BATCH * k) for k in range(stopped, STEPS)]
     assert trained == [np.ravel([e[:4] for e in expected]).tolist(), np.ravel([e[4:] for e in expected]).tolist()]
 
@@ -99,7 +101,7 @@ def test_a_process_that_dies_ends_the_other(house, two_devices, tmp_path, victim
     processes[victim].wait(timeout=120)
     died = time.monotonic()
     _, err = processes[1 - victim].communicate(timeout=120)
-    assert time.monotonic() - died < train.HEARTBEAT + ENDS_WITHIN
+    assert time.monotonic() - died < HEARTBEAT + ENDS_WITHIN
     assert processes[1 - victim].returncode not in (0, 2, 143)
     assert "another process has ended" in err or "another task died" in err, err
     assert "8" in steps_in(run_dir) or "4" in steps_in(run_dir)
@@ -114,7 +116,7 @@ def test_a_process_that_hangs_ends_the_other(house, tmp_path):
     try:
         began = time.monotonic()
         _, err = processes[0].communicate(timeout=180)
-        assert time.monotonic() - began < train.HEARTBEAT + 60  # with the start
+        assert time.monotonic() - began < HEARTBEAT + 60  # with the start
         assert processes[0].returncode not in (0, 2, 143) and "stopped sending heartbeats" in err
     finally:
         processes[1].kill()
@@ -125,7 +127,7 @@ def test_an_error_of_one_process_ends_both(house, tmp_path):
     root = tmp_path / "corpus"
     shutil.copytree(house.root / "train", root / "train")
     shutil.copy(house.root / "train.json", root)
-    source = data.open_data(train.load_config(str(house.config), "cpu", []).data)
+    source = data.open_data(load_config(str(house.config), "cpu", []).data)
     rows_of_1 = (int(i) for k in range(5, STEPS) for i in source.instances_at(BATCH * k)[BATCH // 2 :])
     file, offset = next(source.locate(i) for i in rows_of_1 if 40 < i < 60)  # between what the fingerprint covers
     with open(root / file.path, "r+b") as f:
@@ -221,7 +223,7 @@ def test_the_recipe_is_decoupled_from_the_topology(house, calm, tmp_path):
 
     seen = sum(logged(logs, "step"), []) + sum(logged(tmp_path / "pair", "step"), [])
     assert sorted(e["step"] for e in seen) == sorted([*range(1, 14), *2 * [*range(14, STEPS + 1)]])
-    source = data.open_data(train.load_config(str(house.config), "cpu", []).data)
+    source = data.open_data(load_config(str(house.config), "cpu", []).data)
     expected = np.concatenate([source.instances_at(BATCH * k) for k in range(STEPS)])
     assert sorted(sum((e["instances"] for e in seen), [])) == sorted(expected) and len(set(expected)) == len(expected)
 
@@ -275,5 +277,5 @@ def test_four_processes(house, calm, tmp_path):
     assert trained[0] == trained[1] and trained[2] == trained[3] and not set(trained[0]) & set(trained[2])
     finish(start(house, run_dir, CALM, "run.steps=12", n=2))
     house.run(run_dir, CALM, devices=8)
-    got = [r for r in rows(run_dir) if not (train.is_evaluation(r) and r["step"] == 8)]  # its run.steps was 8
+    got = [r for r in rows(run_dir) if not (is_evaluation(r) and r["step"] == 8)]  # its run.steps was 8
     close_to(got, rows(calm))

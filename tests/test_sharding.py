@@ -14,6 +14,7 @@ from sharding import CASES, HERE, MORE_CASES, MUTANTS
 
 import model
 import train
+from config import load_config, shardings, to_device
 
 FILES = sorted(HERE.glob("*.py"))
 TOLERANCE = 1e-5  # fp32 sums in another order; measured: 5.5e-6 at most
@@ -64,7 +65,7 @@ def test_clipping_uses_the_global_norm(monkeypatch, name, replicated):
     [0.6, 0, 0.8, 0]) and one that counts a replicated tensor once a device.
     """
     case = sharding.Case((1, 4, 1, 2), ("dense",))
-    c = train.load_config("quickstart.yaml", "cpu", [*sharding.OVERRIDES, "mesh.tensor=2", "optim.clip_norm=1.0"])
+    c = load_config("quickstart.yaml", "cpu", [*sharding.OVERRIDES, "mesh.tensor=2", "optim.clip_norm=1.0"])
     table, mesh = model.ledger(c.model), sharding.make_mesh(case.mesh)
     grads = {other: np.zeros(t.shape, np.float32) for other, t in table.items()}
     D = c.model.d_model
@@ -75,8 +76,8 @@ def test_clipping_uses_the_global_norm(monkeypatch, name, replicated):
     # The parameters themselves stand in for the gradients.
     monkeypatch.setattr(train, "gradients", lambda params, *_: (params, model.vary(jnp.zeros(2))))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), train.state_shapes(c, mesh)[1])
-    params, state = jax.device_put((grads, zeros), train.shardings(mesh, train.state_specs(c)))
-    batch = train.to_device(sharding.make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
+    params, state = jax.device_put((grads, zeros), shardings(mesh, train.state_specs(c)))
+    batch = to_device(sharding.make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
     _, state, metrics = train.compile_train_step(c, mesh)(params, state, batch, jnp.int32(1))
     assert float(metrics["grad_norm"]) == pytest.approx(5, rel=1e-6)
     for other, moment in state.mu.items():
