@@ -40,7 +40,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError, local_path, os_error, replacing, sole_writer
+from data import DataError, local_path, os_error, replacing
+from processes import sole_writer
 
 CLOCK = re.compile(r"throughput/device/|.*(_s|\(s\)|time|timestamp)$")
 

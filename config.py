@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 import optim
+from attention import SplashConfig, choose_attention
 from processes import (
     HERE,
     find_config,
@@ -95,7 +96,7 @@ class HardwareConfig:
     microbatch: int  # the most sequences that a device computes at once; the rest is accumulated
     attention: str
     attention_block: int
-    splash: model.SplashConfig | None  # of attention splash
+    splash: SplashConfig | None  # of attention splash
     remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
     scan_unroll: int
     loss_chunk: int
@@ -293,14 +294,15 @@ def make_execution(config: Config, microbatch: int, platform: str) -> model.Exec
         if not fitting:
             raise ValueError(f"remat: got entries for {list(remat)} sequences, expected one for {microbatch} or more")
         remat = remat[min(fitting)]
+    attention, key_multiple = choose_attention(
+        hardware.attention, hardware.attention_block, hardware.splash, interpret=platform != "tpu"
+    )
     return model.Execution(
-        attention=hardware.attention,
-        attention_block=hardware.attention_block,
-        splash=hardware.splash,
+        attention=attention,
         remat=None if remat == "all" else tuple(remat),
         scan_unroll=hardware.scan_unroll,
         loss_chunk=hardware.loss_chunk,
-        interpret=platform != "tpu",
+        key_multiple=key_multiple,
     )
 
 

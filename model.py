@@ -9,7 +9,45 @@ layers only. The loss is cross-entropy + z_loss * logsumexp^2, computed chunk by
 Everything below `PARAMETERS` runs inside `jax.shard_map`: arrays are local blocks and every collective is written
 out, one per line. How gradients stay right is told at `vary`. The file imports no sibling and can be copied.
 
-Not here: the optimizer (optim.py), the batch (data.py), the mesh and the training step (train.py).
+A training step on two devices along tensor, with optim.py beside this file (JAX_NUM_CPU_DEVICES=2 on a CPU). Without
+either division the gradients are wrong, and the loss that is logged may not tell:
+
+    import jax, jax.numpy as jnp, model, optim, optax
+    from jax import lax
+    from jax.sharding import AxisType, PartitionSpec as P
+
+    config = model.ModelConfig(97, 104, True, 4, 48, 4, 2, 12, 80, 7, "sssf", 5e5, None, 1e-6, 0.02, "float32", "float32")
+    execution = model.Execution(model.dense_attention, remat=None, scan_unroll=1, loss_chunk=16)
+    mesh = jax.make_mesh((1, 1, 1, 2), model.AXES, axis_types=(AxisType.Auto,) * 4)
+    specs = {name: tensor.spec for name, tensor in model.ledger(config).items()}
+    settings = optim.OptimConfig(1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, skip_window=128, skip_sigma=6.0, max_nonfinite_steps=3)
+    schedule = (optim.SchedulePiece(None, "constant", 0, 1, 1.0),)
+    tx = optim.skip_step_adamw(settings, schedule, {name: t.decay for name, t in model.ledger(config).items()})
+
+    def step(params, opt_state, tokens):
+        mask = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1  # the last token has no label
+        batch = {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "segment_ids": None, "loss_mask": mask & (tokens >= 0)}
+        labels = lax.psum(jnp.sum(batch["loss_mask"]), ("data", "fsdp", "context"))  # of the whole batch
+
+        def share(params):  # this device's part of the mean loss: tokens are the same along tensor
+            total, _ = model.token_loss(params, model.vary(batch), 0.0, config, execution)
+            return total / labels / lax.axis_size("tensor")
+
+        loss, grads = jax.value_and_grad(share)(model.vary(params))  # vary: each device has its own copy
+        grads = model.reduce_gradients(grads, config)
+        squares = [lax.psum(jnp.sum(g**2), tuple(a for a in model.AXES if a in specs[n])) for n, g in grads.items()]
+        loss, norm = lax.psum(loss, model.AXES), jnp.sqrt(sum(squares))
+        updates, opt_state = tx.update(grads, opt_state, params, loss=loss, grad_norm=norm, step=jnp.int32(1))
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = model.init_params(config, seed=0)
+    opt_state = tx.init(params)
+    opt_specs = jax.tree.map(lambda _: P(), opt_state)._replace(mu=specs, nu=specs)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, opt_specs, P(("data", "fsdp"), "context")),
+                                 out_specs=(specs, opt_specs, P())))
+    params, opt_state, loss = step(params, opt_state, jax.random.randint(jax.random.key(1), (2, 16), 0, 97))
+
+Not here: faster attention (attention.py), the optimizer (optim.py), the batch (data.py), the training loop (train.py).
 Source: OLMo-core 2.5, nn/transformer, nn/attention, nn/rope.py, nn/layer_norm.py, nn/functional.
 
 Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum strings:
@@ -21,7 +59,7 @@ Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum string
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -29,24 +67,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "context", "tensor")
-SAVED = (
-    "x",
-    "q",
-    "k",
-    "v",
-    "context",
-    "lse",
-    "attn_out",
-    "gate",
-    "up",
-    "ffn_out",
-)  # activations that a policy may name
-UNROLLED = 8  # ranges of keys of a full layer's blockwise attention, at the price of an eighth more scores
+# Activations that Execution.remat may name, in the order in which a layer makes them.
+SAVED = ("x", "q", "k", "v", "heads_out", "lse", "attn_out", "gate", "up", "ffn_out")
 MASKED = -1e30  # finite, so that a masked score times a zero probability is zero and not NaN
 
 
@@ -107,46 +132,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class SplashConfig:
-    """Tiles of the TPU kernel. Larger ones have less overhead and compute more that the mask takes away again."""
-
-    block: int  # queries and keys of one tile, forward
-    block_backward: int
-    q_layout: str  # in memory: head_dim_minor | seq_minor
-    k_layout: str
-    v_layout: str
-
-    def __post_init__(self):
-        for name in ("block", "block_backward"):
-            if getattr(self, name) < 1 or getattr(self, name) % 128:
-                raise ValueError(f"splash.{name}: got {getattr(self, name)}, expected a multiple of 128")
-        for name in ("q_layout", "k_layout", "v_layout"):
-            if getattr(self, name) not in ("head_dim_minor", "seq_minor"):
-                raise ValueError(f"splash.{name}: got {getattr(self, name)!r}, expected head_dim_minor or seq_minor")
-
-
-@dataclass(frozen=True)
 class Execution:
-    """How the maths is carried out on a machine; nothing here may change a result beyond floating-point order."""
+    """How the maths is carried out on a machine. Nothing here may change a result beyond floating-point order."""
 
-    attention: str  # dense | blockwise | splash
-    attention_block: int  # queries of one block of the blockwise attention
-    splash: SplashConfig | None  # of the splash attention alone
+    attention: Callable  # (q, k, v, where, slot) -> heads_out: dense_attention, or a faster one of attention.py
     remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all, but no gathered weight
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
-    interpret: bool = False  # the TPU kernel as plain XLA operations, where there is no TPU: slow
+    key_multiple: int = 1  # the attention wants a number of keys divisible by this; Splash: 128
 
     def __post_init__(self):
-        if self.attention not in ATTENTION:
-            raise ValueError(f"attention: got {self.attention!r}, expected one of {', '.join(ATTENTION)}")
-        if self.attention == "splash" and self.splash is None:
-            raise ValueError("splash: got null, expected its tiles, since attention is splash")
         for name in self.remat or ():
             if not isinstance(name, str) or name.rstrip("0123456789") not in SAVED:
                 raise ValueError(f"remat: got {name!r}, expected 'all', or names out of {', '.join(SAVED)}, each for all "
                                  "layers of the pattern or, with a number, for one: gate0")  # fmt: skip
-        for name in ("attention_block", "scan_unroll", "loss_chunk"):
+        for name in ("scan_unroll", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a positive number")
 
@@ -158,7 +158,7 @@ class Tensor(NamedTuple):
     """One line of the ledger: what there is to know about a parameter."""
 
     shape: tuple[int, ...]  # global
-    spec: P  # how it is cut over the mesh
+    spec: P  # how it is sharded over the mesh
     std: float | None  # of the truncated normal it starts from; None: ones
     decay: bool  # weight decay
 
@@ -166,9 +166,9 @@ class Tensor(NamedTuple):
 def ledger(config: ModelConfig) -> dict[str, Tensor]:
     """Name -> shape, sharding, initial std, weight decay. Everything about parameters derives from this table.
 
-    Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension which
-    fsdp cuts is the same everywhere and stays aligned to TPU tiles; convert.py transposes, nothing else does.
-    Source: OLMo-core nn/transformer/init.py (normal, std 0.02, cut at 3 std, no depth scaling, norms 1) and the
+    Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension that
+    fsdp shards is the same everywhere and stays aligned to TPU tiles; convert.py transposes, nothing else does.
+    Source: OLMo-core nn/transformer/init.py (normal, std 0.02, truncated at 3 std, no depth scaling, norms 1) and the
     official scripts (decay on everything, norms and head included, except the embedding).
     """
     c, std = config, config.init_std
@@ -202,7 +202,7 @@ def parameter_count(config: ModelConfig, padded: bool = True) -> int:
 
 
 def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
-    """fp32 parameters from a truncated normal cut at 3 std. Pure in (config, seed), whatever JAX's random numbers are set
+    """fp32 parameters from a normal truncated at 3 std. Pure in (config, seed), whatever JAX's random numbers are set
     to: jit it with out_shardings.
 
     DIVERGENCE 4: OLMo-core draws from torch's generator, whose stream cannot be had here; same distribution.
@@ -219,7 +219,7 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
 
 
 def check_mesh(config: ModelConfig, sizes: dict[str, int], sequence_length: int) -> None:
-    """Raise ValueError with both numbers if the model cannot be cut over the mesh."""
+    """Raise ValueError with both numbers if the model cannot be sharded over the mesh."""
     for what, size, axis in (
         ("d_model", config.d_model, "fsdp"),
         ("n_heads", config.n_heads, "tensor"),
@@ -296,7 +296,7 @@ def rms_norm(x, weight, eps: float, mean_square=None):
 
 
 def rms_norm_over_tensor(x, weight, eps: float):
-    """RMSNorm of a vector that is cut over the tensor axis: QK-norm spans all heads, not this device's alone."""
+    """RMSNorm of a vector that is sharded over tensor: QK-norm spans all heads, not this device's alone."""
     x32 = x.astype(jnp.float32)
     square_sum = jnp.sum(x32 * x32, axis=-1, keepdims=True)
     square_sum = vary(lax.psum(square_sum, "tensor"))  # [N, 1] stays [N, 1]
@@ -336,33 +336,35 @@ def apply_rope(x_BSHK, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
-def save_as(name: str, position: int, x):
-    """Name an activation for Execution.remat; `position` of the layer in the pattern."""
-    return checkpoint_name(x, f"{name}{position}")
+def save_as(name: str, slot: int, x):
+    """Name an activation for Execution.remat; `slot`: the place of its layer in the pattern."""
+    return checkpoint_name(x, f"{name}{slot}")
 
 
 # -------------------------------------------------------------------------------------------------------- attention
-# One signature: (q [B,S,H,K] divided by sqrt(K), k [B,T,G,K], v [B,T,G,K], where, execution, position) -> [B,S,H,K].
+# One signature for all: (q [B,S,H,K] divided by sqrt(K), k [B,T,G,K], v [B,T,G,K], where, slot) -> [B,S,H,K].
 
 
-class Where(NamedTuple):
-    """Which keys a query may see: not later, not beyond the window, not in another document.
-
-    Positions are global and may depend on the shard, so they are arrays. `offset` tells what is known before
-    running: query i has the position of key i + offset; None if that differs from shard to shard, and then the keys
-    are those of the whole sequence.
-    """
+class Places(NamedTuple):
+    """Where queries and keys are. Positions are global and may depend on the shard, so they are arrays."""
 
     q_pos: jax.Array  # [S]
     k_pos: jax.Array  # [T]; negative: no such token
     q_segment: jax.Array | None  # [B, S]; None: no document mask
     k_segment: jax.Array | None  # [B, T]
+
+
+class Where(NamedTuple):
+    """Which keys a query may see: not later, not beyond the window, not in another document."""
+
+    places: Places
     window: int | None  # None: full attention
-    offset: int | None
+    offset: int | None  # query i has the position of key i + offset; None if that differs from shard to shard
 
 
-def visible(q_pos, k_pos, q_segment, k_segment, window: int | None):
+def visible(places: Places, window: int | None):
     """Boolean mask [S, T], or [B, S, T] with segments."""
+    q_pos, k_pos, q_segment, k_segment = places
     distance = q_pos[:, None] - k_pos[None, :]
     mask = (distance >= 0) & (k_pos >= 0)[None, :]
     if window is not None:
@@ -372,194 +374,16 @@ def visible(q_pos, k_pos, q_segment, k_segment, window: int | None):
     return mask
 
 
-def dense_attention(q, k, v, where: Where, execution: Execution, position: int):
+def dense_attention(q, k, v, where: Where, slot: int):
     """The equation, with the whole [S, T] of scores in memory: for reading and for testing the others."""
     B, S, H, K = q.shape
     G = k.shape[2]
     q = q.reshape(B, S, G, H // G, K)
-    mask = visible(where.q_pos, where.k_pos, where.q_segment, where.k_segment, where.window)
+    mask = visible(where.places, where.window)
     mask = mask[:, None, None] if mask.ndim == 3 else mask[None, None, None]
     scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32)
     probs = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(v.dtype)
-    return save_as("context", position, jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K))
-
-
-def block_scores(window: int | None, q_GRQK, k_GTK, places):
-    """fp32 [G, R, Q, T]. The R heads of a key's group and the block's queries are rows of one matrix."""
-    G, R, Q, K = q_GRQK.shape
-    scores = jnp.einsum("gqk,gtk->gqt", q_GRQK.reshape(G, R * Q, K), k_GTK, preferred_element_type=jnp.float32)
-    return jnp.where(visible(*places, window), scores.reshape(G, R, Q, -1), MASKED)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_block(position: int, window: int | None, q_GRQK, k_GTK, v_GTK, places):
-    """Attention of one block of queries to the keys given; `places`: the first four of `Where`, of this sequence.
-
-    The backward pass makes the probabilities again from the logsumexp of each row, in one pass over the scores, and
-    needs no sum over them: that of probs * dprobs is the product of out and dout. Source: FlashAttention 2.
-    """
-    return _attend_block_fwd(position, window, q_GRQK, k_GTK, v_GTK, places)[0]
-
-
-def _attend_block_fwd(position, window, q_GRQK, k_GTK, v_GTK, places):
-    scores = block_scores(window, q_GRQK, k_GTK, places)
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    exps = jnp.exp(scores - peak)
-    total = jnp.sum(exps, axis=-1, keepdims=True)
-    exps = exps.astype(v_GTK.dtype).reshape(q_GRQK.shape[0], -1, exps.shape[-1])
-    out = jnp.einsum("gqt,gtk->gqk", exps, v_GTK, preferred_element_type=jnp.float32).reshape(q_GRQK.shape) / total
-    out = save_as("context", position, out.astype(v_GTK.dtype))
-    lse = save_as("lse", position, peak + jnp.log(total))
-    return out, (q_GRQK, k_GTK, v_GTK, places, out, lse)
-
-
-def _attend_block_bwd(position, window, residuals, dout_GRQK):
-    q_GRQK, k_GTK, v_GTK, places, out_GRQK, lse = residuals
-    q, dout = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q_GRQK, dout_GRQK))  # [G, R*Q, K]
-    probs = jnp.exp(block_scores(window, q_GRQK, k_GTK, places) - lse)
-    dprobs = jnp.einsum("gqk,gtk->gqt", dout, v_GTK, preferred_element_type=jnp.float32).reshape(probs.shape)
-    mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1, keepdims=True)
-    dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(*q.shape[:2], -1)
-    dv_GTK = jnp.einsum("gqt,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
-    dq_GRQK = jnp.einsum("gqt,gtk->gqk", dscores, k_GTK).reshape(q_GRQK.shape)
-    return dq_GRQK, jnp.einsum("gqt,gqk->gtk", dscores, q), dv_GTK, None
-
-
-attend_block.defvjp(_attend_block_fwd, _attend_block_bwd)
-
-
-def blockwise_attention(q, k, v, where: Where, execution: Execution, position: int):
-    """Query block by query block, over just the keys that causality and the window leave; never [S, T].
-
-    Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
-    pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
-    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
-    shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
-    """
-    B, S, H, K = q.shape
-    T, G, R, block = k.shape[1], k.shape[2], H // k.shape[2], execution.attention_block
-    span = block if where.window is not None else block * -(-S // (block * UNROLLED))
-    if where.offset is None:
-        span = S
-    n_ranges = min(UNROLLED, -(-T // block))
-    ends = [T * (i + 1) // n_ranges for i in range(n_ranges)]
-    attend_keys = partial(attend_block, position, where.window)
-
-    def attend_keys_up_to_the_last_visible(q_GRQK, k_GTK, v_GTK, places):
-        def with_keys(end, q_GRQK, k_GTK, v_GTK):
-            q_pos, k_pos, q_segment, k_segment = places
-            seen = q_pos, k_pos[:end], q_segment, part(k_segment, 0, end)
-            return attend_keys(q_GRQK, k_GTK[:, :end], v_GTK[:, :end], seen)
-
-        first_enough = jnp.sum(jnp.max(places[0]) >= jnp.array(ends))
-        branches = [partial(jax.checkpoint(with_keys, static_argnums=0), end) for end in ends]  # or each saves for all
-        return lax.switch(first_enough, branches, q_GRQK, k_GTK, v_GTK)
-
-    attend = attend_keys if where.offset is not None else attend_keys_up_to_the_last_visible
-    outputs = jax.checkpoint_policies.save_only_these_names(f"context{position}", f"lse{position}")
-
-    @partial(jax.checkpoint, policy=outputs)  # and neither scores nor the slices of k and v
-    def one_sequence(args):
-        q_GRSK, k_GTK, v_GTK, q_segment, k_segment = args
-        out = []
-        for start in range(0, S, span):
-            stop = min(start + span, S)
-            low, high = key_range(start, stop, T, where)
-            k_part, v_part, k_pos = k_GTK[:, low:high], v_GTK[:, low:high], where.k_pos[low:high]
-
-            def of_queries(args):
-                q_GRQK, q_pos, q_segment = args
-                return attend(q_GRQK, k_part, v_part, (q_pos, k_pos, q_segment, part(k_segment, low, high)))  # noqa: B023
-
-            queries = (q_GRSK[:, :, start:stop], where.q_pos[start:stop], part(q_segment, start, stop))
-            if stop - start <= block or (stop - start) % block:
-                out.append(of_queries(queries))
-                continue
-            n = (stop - start) // block
-            blocks = [
-                None if x is None else jnp.stack(jnp.split(x, n, axis))
-                for x, axis in zip(queries, (2, 0, 0), strict=True)
-            ]
-            out.append(jnp.concatenate(list(lax.map(of_queries, tuple(blocks))), axis=2))
-        return jnp.concatenate(out, axis=2)
-
-    heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
-    out_BGRSK = lax.map(one_sequence, (*heads_first, where.q_segment, where.k_segment))
-    return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
-
-
-def part(x, start: int, stop: int):
-    return None if x is None else x[start:stop]
-
-
-def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, int]:
-    """Keys [low, high) that queries [start, stop) can see, as far as that is known before running."""
-    if where.offset is None:
-        return 0, n_keys
-    first = 0 if where.window is None else max(0, start + where.offset - (where.window - 1))
-    low = first // 16 * 16  # rows of a multiple of 16 keys are faster than those of a window less one
-    return low, min(n_keys, stop + where.offset)
-
-
-@cache
-def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, execution: Execution, saved: str):
-    """The kernel of one device, or of all context shards behind each other if the queries differ (offset None)."""
-    splash, shards = execution.splash, 1
-    if window is not None:
-        mask = splash_mask.LocalMask((S, T), window_size=(window - 1, 0), offset=offset)
-    elif offset is not None:
-        mask = splash_mask.CausalMask((S, T), offset)
-    else:
-        shards, kept = T // S, S - S // 2
-        mask = splash_mask.CausalMask((T, T))
-        rows = np.arange(T, dtype=np.int32).reshape(shards, S)
-        mask.q_sequence = np.concatenate([rows[:, :kept], rows[::-1, kept:]], axis=1).reshape(-1)  # swap_with_mirror
-    block, backward = min(splash.block, S), min(splash.block_backward, S)
-    sizes = splash_attention.BlockSizes(
-        block_q=block, block_kv=block, block_q_dkv=backward, block_kv_dkv=backward, use_fused_bwd_kernel=True,
-        **{name: splash_attention.QKVLayout[getattr(splash, name).upper()] for name in ("q_layout", "k_layout", "v_layout")},
-    )  # fmt: skip
-    with jax.ensure_compile_time_eval():  # it depends on shapes alone: made once, a constant of the program
-        return splash_attention.make_splash_mha(
-            splash_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=shards,
-            residual_checkpoint_name=saved, interpret=execution.interpret,
-        )  # fmt: skip
-
-
-def tpu_splash_attention(q, k, v, where: Where, execution: Execution, position: int):
-    """JAX's Splash kernel: tiles that the mask leaves empty are skipped, forward and backward in one kernel each.
-
-    It has no types for check_vma, so the shard_map around needs check_vma=False.
-    """
-    S, T = q.shape[1], k.shape[1]
-    kernel = splash_kernel(S, T, q.shape[2], where.window, where.offset, execution, f"context{position}")
-    if where.offset is None:  # the mask differs from shard to shard, so it enters as arguments: take this shard's
-
-        def mine(x, axis: int):
-            size = x.shape[axis] // (T // S)
-            return lax.dynamic_slice_in_dim(x, lax.axis_index("context") * size, size, axis)
-
-        def of_this_shard(info):
-            axes = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
-            there = {name: axis for name, axis in axes.items() if getattr(info, name) is not None}
-            return info._replace(**{name: mine(getattr(info, name), axis) for name, axis in there.items()})
-
-        infos = of_this_shard(kernel.fwd_mask_info), None, of_this_shard(kernel.dkv_mask_info)
-        kernel = splash_attention.SplashAttentionKernel(*infos, **kernel.kwargs)
-    segments = None
-    if where.q_segment is not None or where.window is not None and where.offset > 0:
-        q_segment = jnp.zeros((q.shape[0], S), jnp.int32) if where.q_segment is None else where.q_segment
-        k_segment = jnp.zeros((q.shape[0], T), jnp.int32) if where.k_segment is None else where.k_segment
-        segments = splash_attention.SegmentIds(q_segment, jnp.where(where.k_pos < 0, -1, k_segment))
-    heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-    return jax.vmap(kernel)(*heads_first, segments).transpose(0, 2, 1, 3)
-
-
-ATTENTION: dict[str, Callable] = {
-    "dense": dense_attention,
-    "blockwise": blockwise_attention,
-    "splash": tpu_splash_attention,
-}
+    return save_as("heads_out", slot, jnp.einsum("bgrst,btgk->bsgrk", probs, v).reshape(B, S, H, K))
 
 
 def locate(positions_S, segments_BS, window: int | None, execution: Execution) -> Where:
@@ -567,28 +391,28 @@ def locate(positions_S, segments_BS, window: int | None, execution: Execution) -
     shards, S = lax.axis_size("context"), positions_S.shape[0]
     segments = segments_BS is not None
     if shards == 1:
-        return Where(positions_S, positions_S, segments_BS, segments_BS, window, 0)
+        return Where(Places(positions_S, positions_S, segments_BS, segments_BS), window, 0)
     if window is not None:
         halo = window - 1
-        if execution.attention == "splash":
-            halo += -halo % 128  # the kernel's tiles are multiples of 128 keys
-        halo = min(halo, S * (shards - 1))
+        halo = min(halo + -halo % execution.key_multiple, S * (shards - 1))
         k_pos = positions_S[0] - halo + jnp.arange(halo + S)
-        return Where(positions_S, k_pos, segments_BS, with_halo(segments_BS, halo) if segments else None, window, halo)
+        k_segment = with_halo(segments_BS, halo) if segments else None
+        return Where(Places(positions_S, k_pos, segments_BS, k_segment), window, halo)
     q_pos = swap_with_mirror(positions_S[None])[0]
     k_pos = vary(jnp.arange(S * shards))
     q_segment = swap_with_mirror(segments_BS) if segments else None
-    return Where(q_pos, k_pos, q_segment, gather_sequence(segments_BS) if segments else None, None, None)
+    k_segment = gather_sequence(segments_BS) if segments else None
+    return Where(Places(q_pos, k_pos, q_segment, k_segment), None, None)
 
 
-def attend(q, k, v, where: Where, execution: Execution, position: int):
+def attend(q, k, v, where: Where, execution: Execution, slot: int):
     """Causal attention over the whole sequence, of which this device holds S contiguous positions.
 
     A sliding layer fetches the window - 1 keys before its shard from its neighbours. A full layer gathers all keys
     and exchanges the later half of its queries with the mirror shard: shard i of n has as many keys to look at for
     its earlier half as shard n-1-i lacks for its own, so that after the exchange all have the same work.
     """
-    attention = partial(ATTENTION[execution.attention], where=where, execution=execution, position=position)
+    attention = partial(execution.attention, where=where, slot=slot)
     if lax.axis_size("context") == 1:
         return attention(q, k, v)
     if where.window is not None:
@@ -628,7 +452,7 @@ def swap_with_mirror(x):
 
 
 def embed_tokens(params, tokens_BS, config: ModelConfig):
-    """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is cut over tensor."""
+    """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
         table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
         rows = table_VD.shape[0]
@@ -639,24 +463,24 @@ def embed_tokens(params, tokens_BS, config: ModelConfig):
 
 
 def attention_block(
-    x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int, attention=attend
+    x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, slot: int, attention=attend
 ):
-    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are cut over tensor.
+    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are sharded over tensor.
     `attention`: what takes the place of `attend` where keys and values are kept from call to call."""
     with jax.named_scope("attention"):
-        S = where.q_pos.shape[0]
+        S = where.places.q_pos.shape[0]
         # Saved before norm and RoPE: the norm's backward pass would need the product of x and wq again.
-        q_NA = save_as("q", position, x_ND @ w["wq"])
-        k_NE = save_as("k", position, x_ND @ w["wk"])
-        v_NE = save_as("v", position, x_ND @ w["wv"])
+        q_NA = save_as("q", slot, x_ND @ w["wq"])
+        k_NE = save_as("k", slot, x_ND @ w["wk"])
+        v_NE = save_as("v", slot, x_ND @ w["wv"])
         q_NA = rms_norm_over_tensor(q_NA, w["q_norm"], config.norm_eps)
         k_NE = rms_norm_over_tensor(k_NE, w["k_norm"], config.norm_eps)
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
         scale = config.head_dim**-0.5  # of the scores, in the one rounding that RoPE's result has anyway
         q, k = apply_rope(q, *(scale * x for x in rope)), apply_rope(k, *rope)
-        context_NA = attention(q, k, v, where, execution, position).reshape(q_NA.shape)
-        out_ND = jnp.einsum("na,da->nd", context_NA, w["wo"])
-        return save_as("attn_out", position, vary(lax.psum(out_ND, "tensor")))  # heads summed; [N, D] stays [N, D]
+        heads_NA = attention(q, k, v, where, execution, slot).reshape(q_NA.shape)
+        out_ND = jnp.einsum("na,da->nd", heads_NA, w["wo"])
+        return save_as("attn_out", slot, vary(lax.psum(out_ND, "tensor")))  # heads summed; [N, D] stays [N, D]
 
 
 def swiglu(gate, up):
@@ -681,63 +505,89 @@ def _swiglu_down_bwd(residuals, dout_ND):
 swiglu_down.defvjp(lambda *args: (swiglu_down(*args), args), _swiglu_down_bwd)
 
 
-def feed_forward_block(x_ND, w, position: int):
-    """SwiGLU(x), before its norm; the width F is cut over tensor."""
+def feed_forward_block(x_ND, w, slot: int):
+    """SwiGLU(x), before its norm; the width F is sharded over tensor."""
     with jax.named_scope("feed_forward"):
-        gate_NF, up_NF = save_as("gate", position, x_ND @ w["w_gate"]), save_as("up", position, x_ND @ w["w_up"])
+        gate_NF, up_NF = save_as("gate", slot, x_ND @ w["w_gate"]), save_as("up", slot, x_ND @ w["w_up"])
         out_ND = swiglu_down(gate_NF, up_NF, w["w_down"])
-        return save_as("ffn_out", position, vary(lax.psum(out_ND, "tensor")))  # F summed; [N, D] stays [N, D]
+        return save_as("ffn_out", slot, vary(lax.psum(out_ND, "tensor")))  # F summed; [N, D] stays [N, D]
 
 
-def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, position: int = 0, attention=attend):
-    """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch."""
+def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, slot: int = 0, attention=attend):
+    """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch. `w`: its tensors' shards."""
+    tensors = ledger(config)
+    # Matrices are whole on a device only while their layer is computed; norms are small and everywhere.
     w = {
-        name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if name.startswith("w") else x
+        name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if "fsdp" in tensors[name].spec else x
         for name, x in w.items()
     }
-    x_ND = save_as("x", position, x_ND)
-    attn_ND = attention_block(x_ND, w, rope, where, config, execution, position, attention)
+    x_ND = save_as("x", slot, x_ND)
+    attn_ND = attention_block(x_ND, w, rope, where, config, execution, slot, attention)
     x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
-    ffn_ND = feed_forward_block(x_ND, w, position)
+    ffn_ND = feed_forward_block(x_ND, w, slot)
     return x_ND + rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps)
+
+
+def geometry(config: ModelConfig, positions_S, segments_BS, execution: Execution) -> dict[str, tuple]:
+    """{"s", "f": (cos and sin for RoPE, Where)} of sliding and full layers at these global positions."""
+    # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
+    sequence = positions_S.shape[0] * lax.axis_size("context")
+    window = config.window if config.window < sequence else None
+    return {
+        "s": (rope_tables(config, positions_S, yarn=False), locate(positions_S, segments_BS, window, execution)),
+        "f": (
+            rope_tables(config, positions_S, config.yarn is not None),
+            locate(positions_S, segments_BS, None, execution),
+        ),
+    }
+
+
+def scan_layers(
+    params, x_ND, apply: Callable, config: ModelConfig, kept=None, unroll: int = 1, wrap: Callable = lambda f: f
+):
+    """(x after all layers, what they keep). `apply(x_ND, w, slot, kind, kept)` -> (x_ND, kept) is one layer.
+
+    A scan over the cycles of the pattern, not over layers, so that the window of each slot is static. `kept` is a list by
+    slot, each entry stacked over the cycles; sampling keeps keys and values there.
+    """
+    n = len(config.pattern)
+
+    def cycle(x_ND, inputs):
+        w, kept = inputs
+        kept = list(kept)
+        for slot, kind in enumerate(config.pattern):
+            x_ND, kept[slot] = apply(x_ND, {name: x[slot] for name, x in w.items()}, slot, kind, kept[slot])
+        return x_ND, kept
+
+    stacked = {name: params[name].reshape(-1, n, *params[name].shape[1:]) for name in LAYER_TENSORS}
+    return lax.scan(wrap(cycle), x_ND, (stacked, kept or [None] * n), unroll=unroll)
 
 
 def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execution):
     """Final hidden states after the last norm, [B*S, D].
 
-    local: tokens [B/(data*fsdp), S/context] int32, segments the same or None, params as the ledger cuts them.
+    local: tokens [B/(data*fsdp), S/context] int32, segments the same or None, params as the ledger shards them.
     """
-    B, S = tokens_BS.shape
+    S = tokens_BS.shape[1]
     positions_S = vary(lax.axis_index("context") * S + jnp.arange(S))
-    rope = {"s": rope_tables(config, positions_S, yarn=False)}
-    rope["f"] = rope_tables(config, positions_S, yarn=config.yarn is not None)
-    # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
-    window = config.window if config.window < S * lax.axis_size("context") else None
-    where = {"s": locate(positions_S, segments_BS, window, execution)}
-    where["f"] = locate(positions_S, segments_BS, None, execution)
+    of_kind = geometry(config, positions_S, segments_BS, execution)
 
-    def cycle(x_ND, w):
-        for i, kind in enumerate(config.pattern):
-            w_i = {name: x[i] for name, x in w.items()}
-            x_ND = layer(x_ND, w_i, rope[kind], where[kind], config, execution, i)
-        return x_ND, None
+    def apply(x_ND, w, slot, kind, kept):
+        return layer(x_ND, w, *of_kind[kind], config, execution, slot), kept
 
-    saved = execution.remat
+    # What the backward pass finds saved. A gathered weight never is: only one or two layers are ever whole.
+    saved, wrap = execution.remat, lambda cycle: cycle
     if saved is None and lax.axis_size("fsdp") > 1:
-        saved = SAVED  # and not the gathered weights: only one or two layers are ever whole
+        saved = SAVED
     if saved is not None:
-        names = [
-            n
-            for name in saved
-            for n in ([name] if name[-1].isdigit() else [f"{name}{i}" for i in range(len(config.pattern))])
-        ]
+        slots = range(len(config.pattern))
+        names = [f"{name}{slot}" for name in saved if not name[-1].isdigit() for slot in slots]
+        names += [name for name in saved if name[-1].isdigit()]
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        cycle = jax.checkpoint(cycle, policy=policy, prevent_cse=False)
+        wrap = partial(jax.checkpoint, policy=policy, prevent_cse=False)
 
     x_ND = embed_tokens(params, tokens_BS, config)
-    n = len(config.pattern)
-    stacked = {name: params[name].reshape(-1, n, *params[name].shape[1:]) for name in LAYER_TENSORS}
-    x_ND, _ = lax.scan(cycle, x_ND, stacked, unroll=execution.scan_unroll)
+    x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, wrap=wrap)
     return rms_norm(x_ND, params["final_norm"], config.norm_eps)
 
 
@@ -747,9 +597,18 @@ def logits(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execu
     DIVERGENCE 6: OLMo-core rounds its logits to bf16 before the loss; here they stay fp32.
     """
     x_ND = hidden_states(params, tokens_BS, segments_BS, config, execution)
-    head_VD = gather_weight(params["lm_head"], 1, config.compute_dtype, config.grad_reduce_dtype)
+    return head_logits(x_ND, gather_head(params["lm_head"], config), config).reshape(*tokens_BS.shape, -1)
+
+
+def gather_head(lm_head, config: ModelConfig):
+    """This device's rows of the output matrix, whole in width, in the compute dtype: [V/tensor, D]."""
+    return gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+
+
+def head_logits(x_ND, head_VD, config: ModelConfig):
+    """fp32 logits [N, V/tensor] of this device's rows of the vocabulary; padding rows are masked if the config says so."""
     logits_NV = jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
-    return mask_padded_vocab(logits_NV, config).reshape(*tokens_BS.shape, -1)
+    return mask_padded_vocab(logits_NV, config)
 
 
 def mask_padded_vocab(logits_NV, config: ModelConfig):
@@ -771,8 +630,7 @@ class TokenLoss(NamedTuple):
 
 def chunk_loss(x_CD, head_VD, labels_C, config: ModelConfig):
     """Logits of one chunk against this device's rows of the vocabulary -> (CE [C], lse [C], logits [C, V/tensor])."""
-    logits_CV = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
-    logits_CV = mask_padded_vocab(logits_CV, config)
+    logits_CV = head_logits(x_CD, head_VD, config)
     peak_C = vary(lax.pmax(lax.stop_gradient(jnp.max(logits_CV, axis=-1)), "tensor"))  # [C] stays [C]
     sum_C = jnp.sum(jnp.exp(logits_CV - peak_C[:, None]), axis=-1)
     sum_C = vary(lax.psum(sum_C, "tensor"))  # [C] stays [C]
@@ -811,7 +669,7 @@ def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelC
     forward pass while a chunk's logits are at hand: no logits are computed twice. Only the sum has a gradient.
     Source: OLMo-core nn/functional/cross_entropy_loss.py.
     """
-    head_VD = gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+    head_VD = gather_head(lm_head, config)
 
     def body(total, inputs):
         x_CD, labels_C, mask_C = inputs
@@ -823,7 +681,7 @@ def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelC
 
 
 def _cross_entropy_fwd(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk):
-    head_VD = gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+    head_VD = gather_head(lm_head, config)
 
     def body(carry, inputs):
         total, dhead_VD = carry

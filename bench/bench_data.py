@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
-from test_data import literal_filter
+from corpora import literal_filter
 
 import data
 

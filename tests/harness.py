@@ -18,6 +18,7 @@ import compare
 import convert
 import data
 import model
+import quickstart
 from checkpoint import FORMAT_VERSION
 from config import assemble_config, science_dict
 from processes import HERE
@@ -325,7 +326,7 @@ def text_checkpoint(root: Path, seed: int = 0, zero_head: bool = False, **model_
     the vocabulary's rows being padding. Norms are random, so that one in the wrong place cannot pass."""
     root.mkdir(exist_ok=True)
     texts = [(REPO / name).read_text() for name in ("README.md", "model.py")]
-    tokenizer = data.train_tokenizer(texts, 600)
+    tokenizer = quickstart.train_tokenizer(texts, 600)
     tokenizer.save(str(root / "tokenizer.json"))
     (root / "tokens").mkdir()
     np.array(tokenizer.encode(texts[0]).ids, np.uint32).tofile(root / "tokens" / "part-00000.npy")

@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import convert
 import data
+import quickstart
 import evaluate
 import model
 import train
@@ -343,7 +344,7 @@ NASTY = ("  déjà vu ﬁn 🦙 naïve\u2028日本語 \x00\x7f e\u0301 don't 12,
 
 def quick_start(**parts) -> Tokenizer:
     """The quick start's tokenizer, with some other parts."""
-    tokenizer = data.train_tokenizer([NASTY], 280)
+    tokenizer = quickstart.train_tokenizer([NASTY], 280)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
     tokenizer.add_tokens(["|||IP_ADDRESS|||"])
@@ -810,7 +811,7 @@ def test_another_tokenizer_in_the_next_stage(house, straight, monkeypatch, capsy
 def test_tokenizers_are_told_apart_by_what_they_say(tmp_path, monkeypatch):
     """A copy with other spacing, or with padding stored in it, that is taken for another tokenizer; one merge that is not
     seen; the names of Ai2's tokenizer taken for two."""
-    tokenizer = data.train_tokenizer(["one two one two three"], 264)
+    tokenizer = quickstart.train_tokenizer(["one two one two three"], 264)
     tokenizer.save(str(tmp_path / "a.json"), pretty=False)
     said = json.loads((tmp_path / "a.json").read_text())
     merges = [" ".join(m) if isinstance(m, list) else m.split(" ") for m in said["model"]["merges"]]
