@@ -391,9 +391,8 @@ def check(args) -> dict:
 
     # Then every block and the logits, in each dtype.
     for dtype in [args.dtype] if args.dtype else list(THRESHOLDS):
-        most, most_kl = THRESHOLDS[dtype]
-        most = most if args.threshold is None else args.threshold
-        most_kl = most_kl if args.max_kl is None else args.max_kl
+        given = (args.threshold, args.max_kl)
+        most, most_kl = (usual if x is None else x for x, usual in zip(given, THRESHOLDS[dtype], strict=True))
         config = dataclasses.replace(config, compute_dtype=dtype)
         reference = load_reference(torch, transformers, hf.folder, config, args.without_yarn)
         report = Lockstep(config, source.params, tokens).against(torch, reference)
@@ -610,26 +609,33 @@ def print_table(report: dict, dtype: str) -> None:
 # ------------------------------------------------------------------------------------------------------ configurations
 
 
+# Key of config.json -> field of ModelConfig, the same number in both.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "sliding_window": "window",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+}
+# What OLMo 3 is beside its numbers, and what it is where a file does not say.
+OLMO3 = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False}
+
+
 def model_config(hf: dict, where: str, compute_dtype: str) -> model.ModelConfig:
     """ModelConfig of a Hugging Face config.json; ValueError for what is not OLMo 3 or what this model cannot do."""
-
-    def need(key: str):
-        expect(hf.get(key) is not None, f"{where}: {key}", None, "a value")
-        return hf[key]
-
-    for key, default, allowed in (
-        ("model_type", None, ("olmo3",)),
-        ("hidden_act", "silu", ("silu",)),
-        ("attention_bias", False, (False,)),
-        ("tie_word_embeddings", False, (False,)),
-        ("attention_dropout", 0.0, (0, None)),
-        ("clip_qkv", None, (None,)),
-    ):
-        got = hf.get(key, default)
-        expect(got in allowed, f"{where}: {key}", got, f"{allowed[0]!r}: this is no OLMo 3 as it is implemented here")
-    heads, width, layers, vocabulary = map(
-        need, ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
-    )
+    for key, ours in {"model_type": "olmo3", **OLMO3, "clip_qkv": None}.items():
+        got = hf.get(key, None if key == "model_type" else ours)
+        allowed = got == ours or (key == "attention_dropout" and got is None)
+        expect(allowed, f"{where}: {key}", got, f"{ours!r}: this is no OLMo 3 as it is implemented here")
+    stated = {key: value for key, value in hf.items() if value is not None}
+    stated = {"num_key_value_heads": hf.get("num_attention_heads"), "initializer_range": 0.02} | stated
+    for key in FIELDS:
+        expect(stated.get(key) is not None, f"{where}: {key}", None, "a value")
+    raw = {field: stated[key] for key, field in FIELDS.items()}
     rope, yarn = rope_of(hf), None
     full = rope["full_attention"]
     if full["rope_type"] == "yarn":
@@ -639,22 +645,13 @@ def model_config(hf: dict, where: str, compute_dtype: str) -> model.ModelConfig:
             "beta_fast": full.get("beta_fast", 32.0),
             "beta_slow": full.get("beta_slow", 1.0),
         }
-    raw = {
-        "vocab_size": vocabulary,
-        "padded_vocab_size": -(-vocabulary // 128) * 128,
+    raw |= {
+        "padded_vocab_size": -(-raw["vocab_size"] // 128) * 128,
         "mask_padded_vocab": True,  # the padding rows are not HF's: outside the softmax the logits are
-        "n_layers": layers,
-        "d_model": width,
-        "n_heads": heads,
-        "n_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or width // heads,
-        "d_ff": need("intermediate_size"),
-        "window": need("sliding_window"),
-        "pattern": pattern_of(hf.get("layer_types"), layers, where),
+        "head_dim": stated.get("head_dim") or raw["d_model"] // raw["n_heads"],
+        "pattern": pattern_of(hf.get("layer_types"), raw["n_layers"], where),
         "rope_theta": full["rope_theta"],
         "yarn": yarn,
-        "norm_eps": need("rms_norm_eps"),
-        "init_std": hf.get("initializer_range", 0.02),
         "compute_dtype": compute_dtype,
         "grad_reduce_dtype": "float32",
     }
@@ -736,21 +733,10 @@ def hf_config(config: model.ModelConfig, form: int, positions: int, dtype: str, 
     written = {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "hidden_act": "silu",
+        **OLMO3,
+        **{key: getattr(config, field) for key, field in FIELDS.items()},
         "max_position_embeddings": positions,
-        "sliding_window": config.window,
         "layer_types": [LAYER_TYPES[kind] for kind in config.pattern] * (config.n_layers // len(config.pattern)),
-        "rms_norm_eps": float(config.norm_eps),
-        "initializer_range": float(config.init_std),
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": ids["eos_token_id"],
