@@ -46,7 +46,7 @@ from data import (
     summarise,
     warn,
 )
-from processes import add_verb, run_command
+from processes import add_verb, check_room, run_command
 from vocabulary import EOS_WITHIN, PAD_FRACTION
 
 SCAN_TOKENS = 2**22  # tokens that are looked at at once
@@ -56,7 +56,8 @@ def check_order(args: argparse.Namespace) -> dict:
     """Builds the order file of an epoch, or compares the one that is there with a fresh build; memory for one of them."""
     n, seed, epoch = load_index(args.index).instances, args.seed, args.epoch
     path = order_path(args.order_dir, n, seed, epoch)
-    was_there = path.exists()
+    if not (was_there := path.exists()):
+        check_room(path.parent, 4 * n)
     epoch_order("olmo_core", n, seed, epoch, args.order_dir)
     if was_there:
         fresh = olmo_core_permutation(n, seed, epoch)

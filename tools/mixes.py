@@ -129,12 +129,17 @@ def web_server(url: str) -> bool:
 def index_mix(args: argparse.Namespace) -> dict:
     """An index of the files of a mix, which lie below a folder or on a web server and need not have been fetched."""
     out, base = local_path(args.out), args.base
-    if is_url(base) and not (base.startswith(("http://", "https://")) and web_server(base)):
+    if out.is_dir():
+        raise DataError(f"--out {out}: got a folder, expected a file to write; fix: --out {out}/NAME.json")
+    web = base.startswith(("http://", "https://"))
+    if web and not web_server(base):
         raise DataError(f"--base: got {base}, expected http(s)://HOST[:PORT]/PATH or a folder")
+    if not web:
+        local_path(base)  # refuses gs:// and the like, which can be mounted
     mix = read_mix(args.mix, args.tokenizer)
     ids = tokenizer_ids(args.tokenizer, out, args.vocab_size, args.eos_id, args.pad_id)
     files = [(args.label or label, join(base, path)) for label, path in mix]
-    how = {"names": [path for _, path in mix], "read_edges": read_web_edges} if is_url(base) else {}
+    how = {"names": [path for _, path in mix], "read_edges": read_web_edges} if web else {}
     with sole_writer(out):
         index = build_index(files, base, args.sequence_length, **ids, dtype=args.dtype, **how)
         write_index(index, out)

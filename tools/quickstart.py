@@ -43,7 +43,7 @@ from data import (
     replacing,
     write_index,
 )
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import run_command, sole_writer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
@@ -153,7 +153,6 @@ def checked_index(path: Path) -> Index:
 
 
 def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
-    inputs_are_checked()
     building = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
     try:

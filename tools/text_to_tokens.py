@@ -27,7 +27,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming, number
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import run_command, sole_writer
 
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 
@@ -224,7 +224,6 @@ def tokenize(args: argparse.Namespace) -> dict:
     with sole_writer(folder), tqdm(**bar, disable=None) as progress:
         if any(folder.glob("part-*.npy")) and not args.overwrite:
             raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
-        inputs_are_checked()
         documents = read_documents(files, args.text_field, progress)
         counts = write_shards(documents, tokenizer, folder, args.eos, args.shard_tokens)
     return {"out": str(folder), "files": len(files)} | counts
