@@ -345,8 +345,10 @@ def one_at_a_time(path: Path) -> Iterator[None]:
     with open(lock, "w") as f:  # closing it, or dying, gives the lock back
         with contextlib.suppress(OSError):
             fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-        lock.unlink(missing_ok=True)  # the file is there by now: who locks another lock file finds nothing to build
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # who then locks another lock file finds nothing to build, or builds the same
 
 
 def olmo_core_permutation(n: int, seed: int, epoch: int) -> np.ndarray:

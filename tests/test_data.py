@@ -23,6 +23,7 @@ import pytest
 from corpora import (
     EOS_ID,
     REPO,
+    VOCABULARY,
     S,
     V,
     alive,
@@ -655,6 +656,33 @@ def test_import_needs_no_jax_and_is_not_the_folder(tmp_path):
     shutil.copy(REPO / "data.py", tmp_path)
     code = "import data, sys; assert data.__file__.endswith('data.py'); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+ALONE = """
+import sys
+import numpy as np
+import data
+def main():
+    config = data.DataConfig("index.json", "olmo_core", 7, 16, 4, True, None, True)
+    source = data.open_data(config, order_dir="order")
+    assert "jax" not in sys.modules
+    expected = [source.batch_at(position)["tokens"] for position in (0, 4)]
+    for workers in (0, 1):
+        batches = data.loader(source, 0, 8, workers)
+        np.testing.assert_array_equal([batch["tokens"] for batch in batches], expected)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_data_py_works_alone(tmp_path):
+    """A file that cannot be copied out: index, order, batches or loader need another file of the project."""
+    shutil.copy(REPO / "data.py", tmp_path)
+    token_file(tmp_path / "web/a.npy", random_tokens(9 * S))
+    (tmp_path / "script.py").write_text(ALONE)
+    index = ["data.py", "index", "web", "--out", "index.json", "--sequence-length", S, *VOCABULARY]
+    for arguments in (index, ["script.py"]):
+        subprocess.run([sys.executable, *map(str, arguments)], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_index_verify_show(quickstart, tmp_path):
