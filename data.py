@@ -121,6 +121,9 @@ class Index:
     fingerprint: str
 
     def __post_init__(self):
+        if self.dtype not in ("uint32", "uint16") or self.sequence_length < 2:
+            got = f"{self.dtype!r}, {self.sequence_length}"
+            raise DataError(f"dtype, sequence_length: got {got}, expected uint32 or uint16, at least 2")
         if self.vocab_size > np.iinfo(self.dtype).max + 1:
             got = f"got {self.dtype} with a vocabulary of {self.vocab_size}"
             raise DataError(f"dtype: {got}; ids would wrap; fix: use uint32")
@@ -223,9 +226,8 @@ def build_index(
     names: Sequence[str] | None = None,
     read_edges: Callable = read_edges,
 ) -> Index:
-    """An index of (label, path) pairs, in the order given. `root` is the folder that its paths will be relative to;
-    `names` are those paths where the files are not below a folder, and `read_edges` reads them there. All files that
-    are no token files are named together."""
+    """An index of (label, path) pairs, in the order given. `root` is the folder that its paths will be relative to.
+    For files on a server, `names` are those paths and `read_edges` reads the files. One error names all bad files."""
     itemsize, files = np.dtype(dtype).itemsize, list(files)
     names = [relative_name(path, root) for _, path in files] if names is None else names
     surveyed = list(in_parallel(lambda file: survey(file[1], itemsize, read_edges), files, "index"))
@@ -254,8 +256,8 @@ def write_index(index: Index, path: Path) -> None:
 
 
 def find_index(path: str | os.PathLike, data_root: str | os.PathLike | None = None) -> Path:
-    """The index that a config names, so that a config works from every folder: the path as it is, from the current
-    folder, else below the data root, else beside this file. A place other than the first is said."""
+    """The index that a config names: the path as it is, else below the data root, else beside this file. So a config
+    works from every folder. A place other than the first is said."""
     places = [given := local_path(path)]
     if not given.is_absolute():
         if data_root is not None:
@@ -320,35 +322,25 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
         return np.arange(n, dtype=np.uint32)
     if kind == "feistel":
         return FeistelOrder(n, seed, epoch)
-    if kind != "olmo_core":
-        raise DataError(f"order: got {kind!r}, expected olmo_core, feistel or sequential")
+    assert kind == "olmo_core", kind
     if order_dir is None:
         return olmo_core_permutation(n, seed, epoch)
     path = order_path(order_dir, n, seed, epoch)
     if not path.exists():
-        with one_at_a_time(path):
+        # One process of a machine builds the file and the others wait for its lock, which its death gives back. Where
+        # the file system has no locks each builds it. Either way it gets its name when it is whole: all build the same.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(lock := path.with_name(f".{path.name}.lock"), "w") as f, contextlib.ExitStack() as at_end:
+            with contextlib.suppress(OSError):
+                fcntl.flock(f, fcntl.LOCK_EX)
+            at_end.callback(lock.unlink, missing_ok=True)
             if not path.exists():
                 instances = olmo_core_permutation(n, seed, epoch)
-                with replacing(path) as f:
-                    f.write(instances)  # tofile would not say why it fails
+                with replacing(path) as order:
+                    order.write(instances)  # tofile would not say why it fails
     if (size := path.stat().st_size) != 4 * n:
         raise DataError(f"{path}: got {size} bytes, expected {4 * n}; fix: delete it, it will be built again")
     return np.memmap(path, dtype="<u4", mode="r")
-
-
-@contextlib.contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """One process of a machine builds a file, the others wait. Where the file system has no locks each builds it for
-    itself. Either way the file gets its name when it is whole, and all build the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    with open(lock, "w") as f:  # closing it, or dying, gives the lock back
-        with contextlib.suppress(OSError):
-            fcntl.flock(f, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)  # who then locks another lock file finds nothing to build, or builds the same
 
 
 def olmo_core_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -389,7 +381,7 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
 
     tokens       int32 [B, S]
     labels       int32 [B, S]   the next token; 0 at the last position, which has none
-    segment_ids  int32 [B, S]   0, or with document_mask the EOS tokens before it: an EOS is in the document it ends
+    segment_ids  int32 [B, S]   0, or with document_mask the number of EOS tokens before: an EOS ends its own document
     loss_mask    bool  [B, S]   False at the last position, where the label is mask_token, and all over a filtered row
     filtered     bool  [B]      the row repeats itself; it stays in the batch, so that no later batch moves
     instance     int64 [B]      global instance ids
@@ -413,30 +405,31 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
 def repetition_filtered(tokens: np.ndarray, max_period: int = 13, min_times: int = 32) -> np.ndarray:
     """[..., S] -> bool [...]: does a pattern of 1..max_period tokens stand min_times in a row somewhere?
 
-    Decides as OLMo-core data/utils.py:find_periodic_sequences. That compares rows of p tokens and adds what matches in
-    the rows before and after; its padding row keeps the end from matching the start. m consecutive matches
-    tokens[i] == tokens[i-p] are a span of m + p tokens, which is (m + p) // p times the pattern, and m >= 2p - 1 always
-    covers a whole row. So, with min_times >= 3, the decision is exactly: for some p, (min_times - 1) * p matches in a
-    row."""
+    A match of period p is tokens[i] == tokens[i-p]. m matches in a row span m + p tokens: (m + p) // p times the pattern.
+    So the answer is yes if (min_times - 1) * p matches follow one another, for some p.
+
+    Source: OLMo-core data/utils.py:find_periodic_sequences. It looks for whole rows of p tokens that match, then at
+    the rows around them. Any 2p - 1 matches cover a whole row, so with min_times >= 3 both rules decide alike."""
     assert min_times >= 3
     rows = tokens.reshape(-1, tokens.shape[-1])
     filtered = np.zeros(len(rows), bool)
     for period in range(1, min(max_period, rows.shape[1] // min_times) + 1):
         need = (min_times - 1) * period
-        # A screen, since text rarely repeats itself. Compare at every (need // 2)-th position only. A run of `need`
-        # matches covers two neighbours of that grid, so a row where no two neighbours match holds no such run.
+        # A screen, because text rarely repeats itself and comparing all positions is slow. Only every (need // 2)-th
+        # position is compared. A run of `need` matches covers two neighbours of that grid. So a row without two
+        # neighbours that match holds no such run, and the exact count below is for the few other rows.
         grid = rows[:, period :: need // 2] == rows[:, : -period : need // 2]
         suspects = (grid[:, 1:] & grid[:, :-1]).any(-1) & ~filtered
         for i in np.flatnonzero(suspects):
             mismatches = np.flatnonzero(rows[i, period:] != rows[i, :-period])
             ends = np.concatenate([[-1], mismatches, [rows.shape[1] - period]])
-            filtered[i] = np.diff(ends).max() > need  # matches between two mismatches, and one
+            filtered[i] = np.diff(ends).max() > need  # two mismatches at distance d have d - 1 matches between them
     return filtered.reshape(tokens.shape[:-1])
 
 
 @dataclass(eq=False)
 class BatchSource:
-    """Batches by global position. Picklable: Grain's workers get a copy. Nothing stays open between reads."""
+    """Batches by global position. It can be pickled, because Grain's workers get a copy. No file stays open."""
 
     index: Index
     path: Path  # of the index
@@ -595,8 +588,8 @@ TO_THE_GROUP = (signal.SIGINT, signal.SIGTERM)  # what a terminal or a scheduler
 
 
 def with_workers(batches):
-    """The batches. Workers start with the signals held back until `end_with_parent` says what they mean. A worker that a
-    signal ends on its way makes the run fail, or Python wait for it for ever."""
+    """The batches. Signals are held back from a worker until `end_with_parent` has said what they mean to it. A worker
+    that a signal ends while it starts makes the run fail, or makes Python wait for it for ever."""
     with contextlib.closing(batches):
         multiprocessing.resource_tracker.ensure_running()  # where it starts, it lets the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, TO_THE_GROUP)
@@ -610,17 +603,12 @@ def with_workers(batches):
 
 
 def end_with_parent(worker: int, workers: int) -> None:
-    """Makes a worker process end within a second of its parent, also after kill -9 (Grain's lived on for 25 s), and
-    not before it: a signal to the whole process group leaves the parent time to finish its step and save."""
+    """Makes a worker process end within a second of its parent, also after kill -9. (Grain's lived on for 25 s.) It does
+    not end before its parent: after a signal to the whole group the parent has time to finish its step and save."""
     parent = multiprocessing.parent_process().pid
 
-    def end_later(*_):
-        timer = threading.Timer(10, os._exit, [1])
-        timer.daemon = True  # or an orderly end would wait for it
-        timer.start()
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end_later)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))  # SIGALRM, which nothing handles, ends the worker
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_THE_GROUP)
 
     def watch():
@@ -725,8 +713,8 @@ def read_tokens(path: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, which gives every text all of its tokens and always the same: truncation,
-    padding and dropout, which the file may ask for, are switched off. The one place that loads a tokenizer."""
+    """The tokenizer of a tokenizer.json. Truncation, padding and dropout, which the file may ask for, are switched off:
+    every text gets all of its tokens, and always the same ones. No other place loads a tokenizer."""
     path = local_path(path)
     if not path.is_file():
         raise DataError(f"{path}: got no such file, expected a tokenizer.json; fix: check --tokenizer")
@@ -891,13 +879,12 @@ def add_index_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=number(1, 2**32))
     parser.add_argument("--eos-id", type=number(0, 2**32 - 1))
     parser.add_argument("--pad-id", type=number(0, 2**32 - 1))
-    parser.add_argument("--dtype", default="uint32", help="uint32 | uint16 (default: %(default)s)")
+    parser.add_argument("--dtype", default="uint32", choices=("uint32", "uint16"), help="default: %(default)s")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="data.py", description="Index token files, check and look at them. JSON on standard output."
-    )
+    about = "Index token files, check and look at them. JSON on standard output."
+    parser = argparse.ArgumentParser(prog="data.py", description=about)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     def verb(name: str, command: Callable, about: str, example: str) -> argparse.ArgumentParser:
@@ -943,14 +930,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         print(json.dumps(args.command(args), indent=1))
-    except DataError as e:
-        for line in str(e).split("\n"):
+        return 0
+    except (DataError, OSError) as e:  # the second: permissions, a full disk
+        wrong_input = isinstance(e, DataError)
+        for line in (str(e) if wrong_input else os_error(e)).split("\n"):
             print(f"data.py: error: {line}", file=sys.stderr)
-        return 2
-    except OSError as e:  # permissions, a full disk
-        print(f"data.py: error: {os_error(e)}", file=sys.stderr)
-        return 1
-    return 0
+        return 2 if wrong_input else 1
 
 
 if __name__ == "__main__":

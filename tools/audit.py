@@ -61,12 +61,11 @@ def check_order(args: argparse.Namespace) -> dict:
     epoch_order("olmo_core", n, seed, epoch, args.order_dir)
     if was_there:
         fresh = olmo_core_permutation(n, seed, epoch)
-        for i, there in enumerate(read_tokens(path, np.dtype("<u4"), SCAN_TOKENS)):
-            expected = fresh[i * SCAN_TOKENS : (i + 1) * SCAN_TOKENS]
-            if len(bad := np.flatnonzero(there != expected)):
-                got = (
-                    f"got instance {there[bad[0]]} at position {i * SCAN_TOKENS + bad[0]}, expected {expected[bad[0]]}"
-                )
+        for part, cached in enumerate(read_tokens(path, np.dtype("<u4"), SCAN_TOKENS)):
+            first = part * SCAN_TOKENS
+            if len(bad := np.flatnonzero(cached != fresh[first : first + SCAN_TOKENS])):
+                at = first + bad[0]
+                got = f"got instance {cached[bad[0]]} at position {at}, expected {fresh[at]}"
                 raise DataError(f"{path}: {got}; fix: delete it, it will be built again")
     done = {"order": str(path), "done": "checked" if was_there else "built"}
     return done | {"instances": n, "seed": seed, "epoch": epoch, "bytes": 4 * n}

@@ -30,14 +30,10 @@ DOLMA2_SPECIAL = {
     "<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
     "<|im_start|>": 100264, "<|im_end|>": 100265, "<|endofprompt|>": 100276, "<|pad|>": 100277,
 }  # fmt: skip
-
-
 DOLMA2_ADDED = {
     "|||PHONE_NUMBER|||": 100261, "|||EMAIL_ADDRESS|||": 100262, "|||IP_ADDRESS|||": 100263,
     "<|extra_id_0|>": 100256, **{f"<|extra_id_{i}|>": 100265 + i for i in range(1, 11)},
 }  # fmt: skip
-
-
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 
 

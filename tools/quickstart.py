@@ -46,8 +46,6 @@ from data import (
 from processes import run_command, sole_writer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
-
-
 HELD_OUT_ONE_IN = 25
 
 

@@ -30,27 +30,13 @@ from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming,
 from processes import run_command, sole_writer
 
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
-
-
 PLAIN_TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")  # a file is a document
-
-
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # a line is one
-
-
 PACKED = (".gz", ".zst")
-
-
 # A .json file that is not compressed is often one of settings.
 TEXT_SUFFIXES = tuple(k + p for k in PLAIN_TEXT + JSON_LINES for p in ("", *PACKED) if k + p != ".json")
-
-
 TEXT_KINDS = f"{', '.join(PLAIN_TEXT + JSON_LINES[:2])}; these and .json also as .gz or .zst"
-
-
 READ_BYTES = 2**20
-
-
 ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
 
 
