@@ -795,7 +795,8 @@ def token_files(given: Path) -> list[Path]:
         if mark.exists():
             got = f"{mark.parent}: got a folder that is being written, or whose writer was ended"
             raise DataError(f"{got}; fix: run that to its end (text_to_tokens.py: with --overwrite)")
-    files = sorted(p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(".") and p.is_file())
+    tokens = (p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(".") and p.is_file())
+    files = sorted({os.path.realpath(p): p for p in sorted(tokens, reverse=True)}.values())  # a link and its file: once
     if not files:
         raise DataError(f"{given}: got no token file, expected some that end in .npy")
     if others := sorted(str(path.relative_to(given)) for path in set(paths) - set(files)):

@@ -888,3 +888,11 @@ def test_a_file_that_changes_under_a_run(tmp_path, how, read_before, workers, ca
             message = "the index says 12800 .long." if how == "appended" else "got other first or last 4 KiB"
             with pytest.raises(DataError, match=rf"web/a\.npy: .*{message}"):
                 next(batches)
+
+
+def test_a_link_beside_its_file_counts_once(tmp_path):
+    """The instances of a file trained on twice because a link to it lies in the same folder, or the folder refused."""
+    for name in ("x.npy", "y.npy"):
+        token_file(tmp_path / "web" / name, random_tokens(4 * S))
+    (tmp_path / "web/a_link.npy").symlink_to("x.npy")
+    assert [path.name for path in data.token_files(tmp_path)] == ["a_link.npy", "y.npy"]

@@ -42,6 +42,7 @@ def last_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     and joins the pair of the lowest rank; a tokenizer.json wants the pairs."""
     for token in sorted(ranks, key=ranks.get):
         parts = [token[i : i + 1] for i in range(len(token))]
+        # Join neighbours as tiktoken does, the pair of the lowest rank first, until two are left.
         while len(parts) > 2:
             joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
             i = joined.index(min(joined))
@@ -96,6 +97,7 @@ def make_tokenizer(args: argparse.Namespace) -> dict:
         content = b"".join(read_bytes(expand([args.ranks], (".tiktoken", ".tiktoken.gz"))[0], progress))
     if (sha256 := hashlib.sha256(content).hexdigest()) != CL100K_SHA256:
         raise DataError(f"{args.ranks}: got sha256 {sha256}, expected cl100k_base's {CL100K_SHA256}; fix: another file")
+    # Each line of the file: a token in base64, a blank, its rank. The rank is its id.
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
     tokenizer = dolma2_tokenizer(ranks)
     with sole_writer(out), replacing(out) as f:

@@ -80,6 +80,7 @@ def make_domains(args: argparse.Namespace) -> dict:
     with sole_writer(out):
         if out.exists() and any(out.iterdir()):
             raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
+        # A domain that is missing would go unnoticed in an average. So the mark stands until all of them are there.
         mark = mark_incomplete(out)
         counts = {domain: write_shards(texts[domain], tokenizer, out / domain) for domain in texts}
         mark.unlink()

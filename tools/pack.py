@@ -99,6 +99,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     depends on the CPU. The instances hold documents of the same lengths either way."""
     instances, waiting = [], {}  # waiting: free tokens -> the instances that have so many
     rooms = []  # the keys of `waiting`, ascending
+    # A bisection of `rooms` finds the fullest instance that fits. A search through all instances would take n^2 steps.
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         if (at := bisect.bisect_left(rooms, length)) == len(rooms):
@@ -136,6 +137,7 @@ def document_spans(path: Path, index: Index, packing: Packing, counts: dict) -> 
     counts["documents"] += len(ends)
     counts["tail_tokens"] += read - int(ends[-1] if len(ends) else 0)
     S, total = packing.sequence_length, int(np.sum(ends - starts))
+    # A document longer than an instance: Ai2 keeps its first S tokens, "fragment" keeps all of them in pieces.
     pieces = -(-(ends - starts) // S)
     counts["long_documents"] += int(np.count_nonzero(pieces > 1))
     if packing.long_documents == "fragment":
@@ -153,9 +155,11 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     """Packs the documents of a group of files into `out`, unless it is there from a run that was ended early; counts."""
     names = ("documents", "long_documents", "packed_tokens", "discarded_tokens", "tail_tokens", "pads_in_documents")
     counts, S = dict.fromkeys(names, 0), packing.sequence_length
+    # First pass: where the documents are. Memory holds two integers a document, and no tokens.
     spans = [document_spans(path, index, packing, counts) for path in paths]
     file_of = np.repeat(np.arange(len(paths)), [len(s) for s in spans])
     spans = np.concatenate(spans)
+    # Which documents share an instance follows from their lengths alone.
     instances = best_fit_decreasing(spans[:, 1] - spans[:, 0], S)
     counts["instances"] = len(instances)
     size = len(instances) * S * index.itemsize
@@ -166,6 +170,7 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open(path, "rb")) for path in paths]
         packed = stack.enter_context(replacing(out))
+        # Second pass: copy. The end of an instance that no document fills is padding.
         for documents in instances:
             tokens, filled = np.full(S, index.pad_id, dtype), 0
             for document in documents:
@@ -237,8 +242,10 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
         raise DataError(f"{out}: got a folder that holds something else, expected none; fix: another --out")
     with replacing(note) as f:
         f.write(identity)
+    # From here until its index is written the folder must not be taken for the whole.
     mark = mark_incomplete(out)
 
+    # A group becomes one file. Groups share nothing, so each is packed in a process of its own.
     groups = packing.groups(source.files)
     outs = [out / f"group-{number:05}.npy" for number in range(len(groups))]
     paths = [[root / file.path for file in group] for group in groups]
