@@ -126,10 +126,13 @@ SCRIPTS = {
 
 
 def main(arguments) -> int:
-    """The step's main in this process."""
+    """The exit code of the step's main in this process."""
     name, *arguments = arguments
     script, *verb = SCRIPTS[name]
-    return importlib.import_module(Path(script).stem).main([*verb, *map(str, arguments)])
+    try:
+        return importlib.import_module(Path(script).stem).main([*verb, *map(str, arguments)])
+    except SystemExit as e:  # argparse, of wrong flags
+        return e.code
 
 
 def run(name, *arguments, **more):

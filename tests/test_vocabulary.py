@@ -58,7 +58,7 @@ def test_settings_in_a_tokenizer_json(make, tmp_path, capsys):
 
 def test_first_tokens_are_looked_at(corpus, monkeypatch):
     """No EOS, or padding that nothing masks, in the tokens that training begins with (OLMo #757); said at every step."""
-    monkeypatch.setattr(data, "EOS_WITHIN", 100)
+    monkeypatch.setattr(vocabulary, "EOS_WITHIN", 100)
     index = data.load_index(corpus)
     padded = np.where(np.arange(64).reshape(4, 16) % 16, 5, PAD_ID)
     check = vocabulary.TokenCheck(index, None)
