@@ -15,6 +15,7 @@ import harness
 import jax
 import numpy as np
 import pytest
+import quickstart
 from harness import SEQUENCE, STEPS, VOCABULARY
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import convert
 import data
-import quickstart
 import evaluate
 import model
 import train
