@@ -24,7 +24,7 @@ import data
 import evaluate
 import model
 import train
-from checkpoint import check_same_run, read_meta, restore_item
+from checkpoint import check_same_run, open_model, read_meta, restore_item
 from config import load_config, make_execution, make_mesh, param_shapes, param_specs
 from heldout import EvaluationBatches, HeldOut
 from metrics import MetricsLog, is_evaluation

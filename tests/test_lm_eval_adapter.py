@@ -117,7 +117,7 @@ def evaluate_is_the_package():
 
     yield
     sys.path[:] = path
-    del sys.modules["evaluate"]
+    sys.modules.pop("evaluate", None)
     if ours is not None:
         sys.modules["evaluate"] = ours
 
@@ -281,8 +281,7 @@ def test_killed_and_started_again(command, tmp_path, monkeypatch):
 
     where = ["--tasks", "choices", "--limit", "12", "--batch", "4", "--cache"]
     monkeypatch.setattr(lm_eval_adapter.Scorer, "answers", dies)
-    with pytest.raises(KeyboardInterrupt):
-        command(*where, str(tmp_path / "ca che[1]#2%?"))
+    command(*where, str(tmp_path / "ca che[1]#2%?"), expect=130)
     before, asked[:] = sum(asked), []
     (db,) = (tmp_path / "ca che[1]#2%?").glob("*.db")
     with sole_writer(db):  # two at once
