@@ -205,6 +205,9 @@ def find_checkpoint(path: str) -> Path:
         return p.absolute()
     folder = p / "checkpoints" if (p / "checkpoints").is_dir() else p
     if not (steps := complete_steps(folder)):
+        if (p / "config.json").is_file():
+            raise ValueError(f"{path}: got a Hugging Face folder, expected a checkpoint; fix: python convert.py from-hf "
+                             f"{path} RUN, then RUN in its place")  # fmt: skip
         raise ValueError(f"{path}: no checkpoint found, expected a run directory or RUN/checkpoints/N")
     return steps[max(steps)].absolute()
 

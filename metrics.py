@@ -35,10 +35,10 @@ PEAK_FLOPS = {"TPU v5": 459e12, "TPU v5p": 459e12, "TPU v7x": 1153.5e12, "TPU7x"
 class Board:
     """A TensorBoard event file of scalars. What is flushed is on disk: the writer is synchronous."""
 
-    def __init__(self, folder: Path, purge_from: int | None = None):
+    def __init__(self, folder: Path, purge_from: int | None = None, name: str = "events"):
         """`purge_from`: TensorBoard is told to forget what earlier files hold from this step on."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.events = EventsWriter(str((folder / "events").absolute()))  # absolute: "s3:x" would be an address
+        self.events = EventsWriter(str((folder / name).absolute()))  # absolute: "s3:x" would be an address
         self.events.write_event(Event(wall_time=time.time(), step=purge_from or 0, file_version="brain.Event:2"))
         if purge_from is not None:
             start = SessionLog(status=SessionLog.START)

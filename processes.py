@@ -331,6 +331,22 @@ def check_memory(what: str, needed: int, available: int | None = None) -> None:
         )
 
 
+def check_counts(args: argparse.Namespace, *flags: str) -> None:
+    """Each of these flags that is given counts something, in an int32."""
+    for flag in flags:
+        number = getattr(args, flag[2:].replace("-", "_"))
+        if number is not None and not 0 < number < 2**31:
+            raise ValueError(f"{flag}: got {number}, expected a positive number below 2^31")
+
+
+def check_batch(flag: str, rows: int, length: int) -> None:
+    """Tokens are counted in int32 within a batch. They lie in memory with labels, segments and mask: 17 bytes a token."""
+    if rows * length >= 2**31:
+        raise ValueError(f"{flag}: got {rows} rows of {length} tokens at once, expected fewer than 2^31 tokens; fix: "
+                         "a smaller --batch")  # fmt: skip
+    check_memory(flag, 17 * rows * length)
+
+
 # ---------------------------------------------------------------------------------------------------- who speaks, when
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from data import EOS, KNOWN_TOKENIZERS, PAD, DataError, Index, load_index, load_tokenizer, local_path
+from data import CL100K_PATTERN, EOS, KNOWN_TOKENIZERS, PAD, DataError, Index, load_index, load_tokenizer, local_path
 from processes import HERE
 
 # What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
@@ -40,73 +40,68 @@ def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTok
     """The tokenizer of the checkpoint RUN/checkpoints/N: `given` (--tokenizer), else what convert.py from-hf carried
     into RUN/hf, else that of the index that the run was trained on. Every command finds it here."""
     index_path, index, why = index_of_run(meta)
-    carried = step_folder.parent.parent / "hf" if step_folder.parent.name == "checkpoints" else None
-    vocab_size = meta["config"]["model"]["vocab_size"]
+    vocab_size, carried = meta["config"]["model"]["vocab_size"], step_folder.parent.parent / "hf"
     found = FoundTokenizer(None, None, (), None, {}, why)
     if given is not None:
-        found = read_tokenizer(given, vocab_size, index, needed=True)
-    elif carried is not None and carried.is_dir():
-        found = read_tokenizer(carried, vocab_size)
-        found = found._replace(why=f"{found.why}; {why}" if why else found.why)
+        return read_tokenizer(given, vocab_size, index)
+    if step_folder.parent.name == "checkpoints" and carried.is_dir():
+        found = read_tokenizer(carried, vocab_size, needed=False)
+        found = found._replace(why="; ".join(reason for reason in (found.why, why) if reason))
     if found.path is None and index is not None:
-        found = index_tokenizer(index_path, index, None)
-        check_ids(found, vocab_size, index_path)
+        return index_tokenizer(index_path, index, None, vocab_size)
     return found
 
 
-def index_tokenizer(index_path: str | os.PathLike, index: Index, given: str | None) -> FoundTokenizer:
+def index_tokenizer(
+    index_path: str | os.PathLike, index: Index, given: str | None, vocab_size: int | None = None
+) -> FoundTokenizer:
     """`given` (--tokenizer), or the tokenizer that made the index. The special ids are the index's."""
-    path = local_path(index_path).parent / index.tokenizer
     if given is not None:
-        return read_tokenizer(given, index.vocab_size, index, needed=True)
-    if not path.is_file():
-        return FoundTokenizer(
-            None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}"
-        )
-    return FoundTokenizer(path, load_tokenizer(path), (index.eos_id,), index.pad_id, {"tokenizer.json": path}, "")
+        return read_tokenizer(given, index.vocab_size, index)
+    path = local_path(index_path).parent / index.tokenizer
+    found = FoundTokenizer(None, None, (index.eos_id,), index.pad_id, {}, f"no tokenizer.json for {index.tokenizer!r}")
+    if path.is_file():
+        found = found._replace(path=path, tokenizer=load_tokenizer(path), files={"tokenizer.json": path}, why="")
+    return checked(found, vocab_size or index.vocab_size, index_path)
 
 
 def read_tokenizer(
-    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = False
+    where: str | os.PathLike, vocab_size: int, index: Index | None = None, needed: bool = True
 ) -> FoundTokenizer:
     """Of a tokenizer.json, or of a Hugging Face folder, which may do without one unless it is `needed`. The end of a
     text is what generation_config.json or config.json there names, else what the run's `index` names, else EOS."""
     where = local_path(where)
-    folder, path = (where, where / "tokenizer.json") if where.is_dir() else (where.parent, where)
+    folder, files = where.parent, {"tokenizer.json": where}
     if where.is_dir():
-        files = {name: where / name for name in HF_FILES if (where / name).is_file()}
-    else:
-        files = {"tokenizer.json": path}
-    if "tokenizer.json" in files or needed:
-        tokenizer, why = load_tokenizer(path), ""
-    else:
-        path, tokenizer, why = None, None, f"{where}: got no tokenizer.json in this folder"
+        folder, files = where, {name: where / name for name in HF_FILES if (where / name).is_file()}
+    path = files.get("tokenizer.json", where / "tokenizer.json" if needed else None)
+    tokenizer = None if path is None else load_tokenizer(path)
     generation, config = (read_ids(folder / f"{kind}.json") for kind in ("generation_config", "config"))
-    eos_ids, pad_ids = (generation[i] or config[i] for i in (0, 1))
-    eos_ids = tuple(sorted(eos_ids, key=lambda i: i not in config[0]))  # config.json's, the one of pretraining, first
+    # config.json's end of a text, the one of pretraining, comes first.
+    eos_ids, pad_ids = sorted(generation[0] or config[0], key=lambda i: i not in config[0]), generation[1] or config[1]
     if not eos_ids:
         ids = (None, None) if tokenizer is None else map(tokenizer.token_to_id, (EOS, PAD))
         ids = ids if index is None else (index.eos_id, index.pad_id)
-        eos_ids, pad_ids = (() if i is None else (i,) for i in ids)
-    found = FoundTokenizer(path, tokenizer, eos_ids, next(iter(pad_ids), None), files, why)
-    check_ids(found, vocab_size, path or where)
-    return found
+        eos_ids, pad_ids = ([] if i is None else [i] for i in ids)
+    why = f"{where}: got no tokenizer.json in this folder" if path is None else ""
+    found = FoundTokenizer(path, tokenizer, tuple(eos_ids), next(iter(pad_ids), None), files, why)
+    return checked(found, vocab_size, path or where)
 
 
-def read_ids(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def read_ids(path: Path) -> list[list[int]]:
     """eos_token_id and pad_token_id of a config.json or generation_config.json: a number each, a list, or nothing."""
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}
-        found = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
+        ids = [content.get(name) for name in ("eos_token_id", "pad_token_id")]
     except (ValueError, AttributeError) as e:
         raise DataError(f"{path}: not a JSON object ({e})") from e
-    found = [() if ids is None else tuple(ids) if isinstance(ids, list) else (ids,) for ids in found]
-    if odd := [i for ids in found for i in ids if type(i) is not int]:
+    ids = [[] if i is None else i if isinstance(i, list) else [i] for i in ids]
+    if odd := [i for of_name in ids for i in of_name if type(i) is not int]:
         raise DataError(f"{path}: eos_token_id, pad_token_id: got {odd[0]!r}, expected token ids")
-    return found[0], found[1]
+    return ids
 
 
-def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
+def checked(found: FoundTokenizer, vocab_size: int, where: str | os.PathLike) -> FoundTokenizer:
     """The tokenizer gives ids of the model alone, and knows what ends a text."""
     fix = "fix: --tokenizer with the model's own"
     known = range(vocab_size) if found.tokenizer is None else set(found.tokenizer.get_vocab().values())
@@ -116,7 +111,78 @@ def check_ids(found: FoundTokenizer, vocab_size: int, where: Path) -> None:
         raise DataError(
             f"{where}: got {unknown[0]} as the end of a text, expected an id that the tokenizer knows; {fix}"
         )
+    return found
 
+
+# --- bytes of text that tokens stand for
+
+
+def bytes_of_tokens(tokenizer: Tokenizer, index: Index) -> np.ndarray:
+    """int64 [vocab_size]: bytes of text that each token stands for, if there is no `bytes_fault`. Special tokens, EOS and
+    padding are no text: 0."""
+    added = tokenizer.get_added_tokens_decoder()
+    sizes = np.zeros(index.vocab_size, np.int64)
+    for token, i in tokenizer.get_vocab().items():
+        if i >= index.vocab_size:
+            raise ValueError(f"tokenizer: got the token {token!r} with id {i}, expected ids below {index.vocab_size}; fix: "
+                             "--tokenizer with the one that made the index")  # fmt: skip
+        special = i in (index.eos_id, index.pad_id) or i in added and added[i].special
+        sizes[i] = 0 if special else len(added[i].content.encode()) if i in added else len(token)
+    return sizes
+
+
+def bytes_fault(tokenizer: Tokenizer) -> str | None:
+    """Why the letters of its tokens might not be the bytes of a text, one for one; None where they have to be.
+
+    The way from text to tokens is proven, from the parts of the tokenizer. Decoding tokens and encoding the text again
+    would prove nothing: a normaliser leaves alone the text that it has changed once."""
+    spec, letters = json.loads(tokenizer.to_str()), set(pre_tokenizers.ByteLevel.alphabet())
+    steps, bpe = steps_of(spec["pre_tokenizer"]), spec["model"]
+    if changing := [step["type"] for step in steps_of(spec["normalizer"])]:
+        return f"its normalizer ({', '.join(changing)}) changes the text"
+    if changing := [step["type"] for step in steps if not keeps_bytes(step)]:
+        return f"its pre-tokenizer ({', '.join(changing)}) adds to the text or leaves some of it out"
+    byte_level = bpe["type"] == "BPE" and isinstance(tokenizer.decoder, decoders.ByteLevel)
+    if not byte_level or [step["type"] for step in steps].count("ByteLevel") != 1:
+        return "it is no byte-level BPE"
+    if bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
+        return "its tokens are marked by where they stand in a word"
+    if missing := letters - bpe["vocab"].keys():
+        return f"{len(missing)} of the 256 bytes are no tokens: it leaves them out of a text"
+    added = {token["content"] for token in spec["added_tokens"]}
+    if odd := next((token for token in bpe["vocab"] if token not in added and not letters.issuperset(token)), None):
+        return f"its token {odd!r} is not spelt in bytes"
+    if odd := next((token for token in spec["added_tokens"] if token["lstrip"] or token["rstrip"]), None):
+        return f"its token {odd['content']!r} takes the spaces beside it"
+    return None
+
+
+def steps_of(part: dict | None) -> list[dict]:
+    """The steps of a normalizer or a pre-tokenizer in a tokenizer.json, one after another."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part.get("pretokenizers", part.get("normalizers")) for step in steps_of(inner)]
+
+
+# Patterns one of whose alternatives matches wherever in a text it is tried, so that what it leaves out is nothing.
+WHOLE_PATTERNS = ({"Regex": CL100K_PATTERN},)
+
+
+def keeps_bytes(step: dict) -> bool:
+    """Whether a step between a text and its tokens divides the text and does nothing else."""
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Split":
+            return step["behavior"] != "Removed" or step["invert"] and step["pattern"] in WHOLE_PATTERNS
+        case "Punctuation":
+            return step["behavior"] != "Removed"
+    return step["type"] == "Digits"
+
+
+# --- what ids stand for, as a checkpoint keeps it and as two data sets compare it
 
 EOS_WITHIN = 1_000_000  # a warning if this many tokens hold no EOS
 PAD_FRACTION = 0.01  # ... or more padding than this
@@ -129,11 +195,11 @@ def tokenizer_content(path: Path) -> str:
     tokenizer; neither do truncation, padding and dropout, which `load_tokenizer` switches off."""
     content = path.read_bytes()
     try:
-        said = json.loads(content)
-        words = {k: v for k, v in said["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
-        merges = [m if isinstance(m, str) else " ".join(m) for m in words.get("merges", ())]  # of old and of new files
-        said = {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
-        content = json.dumps(said | {"model": words | {"merges": merges}}, sort_keys=True).encode()
+        spec = json.loads(content)
+        bpe = {k: v for k, v in spec["model"].items() if k != "dropout" and not (v is None or v is False or v == "")}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in bpe.get("merges", ())]  # of old and of new files
+        parts = {key: spec.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content = json.dumps(parts | {"model": bpe | {"merges": merges}}, sort_keys=True).encode()
     except (ValueError, TypeError, KeyError, AttributeError):
         pass  # another kind of file: its bytes stand for it
     digest = "sha256:" + hashlib.sha256(content).hexdigest()

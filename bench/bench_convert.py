@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,43 +30,43 @@ from config import build
 from processes import HERE, read_yaml
 
 BLOCK = 2**26  # bytes made, read or hashed at once
+SHARD = 2**30  # bytes of one file, which is held in memory while it is written
 
 
 def config_of(layers: int) -> tuple[dict, dict]:
     """(config.json, shapes) of the 7B with another number of layers."""
     raw = read_yaml(HERE / "configs" / "stage1.yaml")["model"] | {"n_layers": layers}
-    m = build(model.ModelConfig, raw, "model")
+    config = build(model.ModelConfig, raw, "model")
     ids = {"eos_token_id": convert.DOLMA2[1], "pad_token_id": convert.DOLMA2[2]}
-    return convert.hf_config(m, 5, 8192, "bfloat16", ids), convert.hf_shapes(m)
+    return convert.hf_config(config, 5, 8192, "bfloat16", ids), convert.hf_shapes(config)
 
 
-def random_parts(shapes: dict, hashes: dict, bar: tqdm) -> Iterator[np.ndarray]:
+def random_tensor(tensor: str, shape: tuple[int, ...], bar: tqdm) -> np.ndarray:
     """bf16 numbers of the size of weights, the same ones every time."""
-    for tensor, shape in shapes.items():
-        rng, hashed = np.random.default_rng(list(tensor.encode())), hashlib.blake2b(digest_size=16)
-        left = int(np.prod(shape)) * 2
-        while left:
-            n = min(left, BLOCK)
-            bits = np.frombuffer(rng.bytes(n), np.uint16) & np.uint16(0x81FF) | np.uint16(0x3C00)  # 2**-7 .. 2**-5
-            hashed.update(bits)
-            bar.update(n)
-            left -= n
-            yield bits
-        hashes[tensor] = hashed.hexdigest()
+    rng, words = np.random.default_rng(list(tensor.encode())), np.empty(int(np.prod(shape)), np.uint16)
+    for start in range(0, len(words), BLOCK // 2):
+        part = words[start : start + BLOCK // 2]
+        part[:] = np.frombuffer(rng.bytes(part.nbytes), np.uint16)
+        part &= np.uint16(0x81FF)
+        part |= np.uint16(0x3C00)  # 2**-7 .. 2**-5
+        bar.update(part.nbytes)
+    return words.view(ml_dtypes.bfloat16).reshape(shape)
 
 
 def write_checkpoint(folder: Path, layers: int) -> dict[str, str]:
     """Returns the hash of every tensor."""
     config, shapes = config_of(layers)
     dtype, hashes = np.dtype(ml_dtypes.bfloat16), {}
-    shards = convert.split_shards(shapes, dtype, 5 * 10**9)
+    shards = convert.split_shards(shapes, dtype, SHARD)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     folder.mkdir(parents=True)
     size = 2 * sum(int(np.prod(shape)) for shape in shapes.values())
     with convert.progress(size, "writing") as bar:
         for name, shard in zip(names, shards, strict=True):
-            part = {t: shapes[t] for t in shard}
-            convert.write_shard(folder / name, part, dtype, random_parts(part, hashes, bar))
+            tensors = {tensor: random_tensor(tensor, shapes[tensor], bar) for tensor in shard}
+            for tensor, x in tensors.items():
+                hashes[tensor] = hashlib.blake2b(x.reshape(-1).view(np.uint8), digest_size=16).hexdigest()
+            convert.write_shard(folder / name, tensors)
     weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     convert.write_json(folder / "model.safetensors.index.json", index)

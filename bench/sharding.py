@@ -1,7 +1,7 @@
 """Compare a mesh with one device, break the sharding to see the comparison fail, and measure what sharding is for.
 
     python bench/sharding.py parity      loss, gradients and parameters by mesh against one device (--all: by variant)
-    python bench/sharding.py mutants     the same with deliberately broken copies of model.py and train.py
+    python bench/sharding.py mutants     the same with deliberately broken copies of the sources
     python bench/sharding.py memory      memory of the training step by number of fsdp devices
     python bench/sharding.py balance     scores that each context shard computes in a full layer
 
@@ -35,7 +35,8 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 import train
-from config import load_config, to_device
+from attention import blockwise_attention
+from config import batch_specs, largest_microbatch, load_config, param_specs, shardings, to_device
 
 HERE = Path(__file__).resolve().parent.parent
 # Adam's eps: with 1e-8 it would blow up rounding wherever a gradient is itself of rounding size; and as large as a
@@ -63,7 +64,7 @@ HARDWARE = {  # what may not change the result
     "dense": ["attention=dense"],
     **{f"block {n}": ["attention=blockwise", f"attention_block={n}"] for n in (1, 2, 3, 4, 8)},
     **{f"micro {n}": [f"microbatch={n}"] for n in (1, 2)},
-    "remat": ["remat=[q, k, v, context, attn_out]"],
+    "remat": ["remat=[q, k, v, heads_out, attn_out]"],
     "splash": [
         "attention=splash",
         "splash={block: 128, block_backward: 128, q_layout: seq_minor, k_layout: seq_minor, v_layout: head_dim_minor}",
@@ -111,10 +112,10 @@ MORE_CASES = cases("""
 """)
 
 
-def config(case: Case, code):
+def make_config(case: Case):
     chosen = [override for word in case.words for override in (SCIENCE | HARDWARE).get(word, [])]
     mesh = [f"mesh.{axis}={size}" for axis, size in zip(model.AXES, case.mesh, strict=True)]
-    return code.load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen])
+    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen])
 
 
 def make_mesh(shape):
@@ -149,35 +150,34 @@ def random_params(c) -> dict[str, np.ndarray]:
 
 def gradients(case: Case, code=train) -> dict:
     """CE, squared logsumexp and gradients of one batch, from train.gradients inside a shard_map."""
-    c, mesh = config(case, code), make_mesh(case.mesh)
+    c, mesh = make_config(case), make_mesh(case.mesh)
     batch = make_batch(case, c, 1)
     divisor = batch["loss_mask"].sum() + c.loss.filtered_in_divisor * batch["filtered"].sum() * c.data.sequence_length
-    size = code.microbatch(c, c.data.global_batch // (case.mesh[0] * case.mesh[1]))
+    size = largest_microbatch(c, mesh)
+    execution = code.make_execution(c, size, "cpu")
 
     def body(params, batch):
-        grads, sums = code.gradients(
-            params, batch, np.float32(max(divisor, 1)), c, code.execution(c, size, "cpu"), size
-        )
+        grads, sums = code.gradients(params, batch, np.float32(max(divisor, 1)), c, execution, size)
         return grads, lax.psum(sums, model.AXES) / max(divisor, 1)
 
-    specs = code.param_specs(c)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, code.batch_specs(c)), out_specs=(specs, P()),
+    specs = param_specs(c)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, batch_specs(c)), out_specs=(specs, P()),
                            check_vma="unchecked" not in case.words)  # fmt: skip
-    on_mesh = jax.device_put(random_params(c), code.shardings(mesh, specs))
-    batch = code.to_device(batch, np.arange(c.data.global_batch), mesh, c)
+    on_mesh = jax.device_put(random_params(c), shardings(mesh, specs))
+    batch = to_device(batch, mesh, c, c.data.global_batch)
     grads, sums = jax.tree.map(np.asarray, jax.jit(mapped, compiler_options=c.hardware.xla_flags)(on_mesh, batch))
     return {"CE": sums[0], "z": sums[1], "gradients": grads}
 
 
 def steps(case: Case, code=train, count: int = 3) -> dict:
     """CE, squared logsumexp and gradient norm of three steps, first moments and parameters after the last."""
-    c, mesh = config(case, code), make_mesh(case.mesh)
+    c, mesh = make_config(case), make_mesh(case.mesh)
     step = code.compile_train_step(c, mesh, check_vma="unchecked" not in case.words)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), code.state_shapes(c, mesh)[1])
-    params, state = jax.device_put((random_params(c), zeros), code.shardings(mesh, code.state_specs(c)))
+    params, state = jax.device_put((random_params(c), zeros), shardings(mesh, code.state_specs(c)))
     log = []
     for k in range(1, count + 1):
-        batch = code.to_device(make_batch(case, c, k), np.arange(c.data.global_batch), mesh, c)
+        batch = to_device(make_batch(case, c, k), mesh, c, c.data.global_batch)
         params, state, metrics = step(params, state, batch, jnp.int32(k))
         log.append([metrics[name] for name in ("ce", "z_unscaled", "grad_norm")])
     ce, z, norm = zip(*log, strict=True)
@@ -229,9 +229,13 @@ def by_mesh(rows: list[dict]) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- mutants
 
 
+# In the order of their imports: each comes after those that it imports.
+SOURCES = ("model", "attention", "config", "train")
+
+
 class Mutant(NamedTuple):
     broken: str  # what is wrong
-    old: str  # stands exactly once in model.py or train.py
+    old: str  # stands exactly once in SOURCES
     new: str
     case: str
     measure: object = gradients  # the cheaper one that shows it
@@ -240,13 +244,13 @@ class Mutant(NamedTuple):
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
 SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], missing_axes(t.spec))"
-SCATTER, NORM = "dimension=axis, tiled=True)", "lax.psum(jnp.sum(jnp.square(g)), cut)"
+SCATTER, NORM = "dimension=axis, tiled=True)", "lax.psum(jnp.sum(jnp.square(g)), sharded)"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
     ("embedding not summed over tensor", 'vary(lax.psum(x_ND, "tensor"))', "x_ND", TENSOR),
-    ("attention not summed over tensor", '"attn_out", position, vary(lax.psum(out_ND, "tensor"))', '"attn_out", position, out_ND', TENSOR),
-    ("SwiGLU not summed over tensor", '"ffn_out", position, vary(lax.psum(out_ND, "tensor"))', '"ffn_out", position, out_ND', TENSOR),
+    ("attention not summed over tensor", '"attn_out", slot, vary(lax.psum(out_ND, "tensor"))', '"attn_out", slot, out_ND', TENSOR),
+    ("SwiGLU not summed over tensor", '"ffn_out", slot, vary(lax.psum(out_ND, "tensor"))', '"ffn_out", slot, out_ND', TENSOR),
     ("softmax over a device's own rows of the vocabulary", 'vary(lax.psum(sum_C, "tensor"))', "sum_C", TENSOR),
     ("padding rows counted among a device's own", 'jnp.where(lax.axis_index("tensor") * rows + ', "jnp.where(", TENSOR),
     ("loss's gradient not summed over tensor", 'lax.psum(cotangents[0], "tensor")', "cotangents[0]", TENSOR),
@@ -266,7 +270,7 @@ MUTANTS = [Mutant(*row) for row in (
     ("positions not exchanged", "swap_with_mirror(positions_S[None])[0]", "positions_S", CONTEXT),
     ("documents not exchanged", "swap_with_mirror(segments_BS) if segments", "segments_BS if segments", CONTEXT),
     ("outputs not exchanged back", "swap_with_mirror(attention(", "(attention(", CONTEXT),
-    ("range of keys one short", "jnp.max(places[0]) >= ", "jnp.max(places[0]) > ", "1 1 8 1  block 1, unchecked"),
+    ("range of keys one short", "jnp.max(places.q_pos) >= ", "jnp.max(places.q_pos) > ", "1 1 8 1  block 1, unchecked"),
     ("labels of one context shard in the divisor", 'dtype=jnp.int32), (*BATCH_AXES, "context"))',
      "dtype=jnp.int32), BATCH_AXES)", CONTEXT, steps),
     ("gradient norm of a device's own shards", NORM, "jnp.sum(jnp.square(g))", FULL, steps),
@@ -278,8 +282,8 @@ EQUIVALENT = Mutant("one psum not marked as varying", 'vary(lax.psum(square_sum,
 
 
 def broken(mutant: Mutant):
-    """train.py as a fresh module, which it or the model.py that it imports is broken; the files stay as they are."""
-    sources = {name: (HERE / f"{name}.py").read_text() for name in ("model", "train")}
+    """train.py as a fresh module: one file is broken, it or one that it imports. The files on disk stay as they are."""
+    sources = {name: (HERE / f"{name}.py").read_text() for name in SOURCES}
     assert sum(source.count(mutant.old) for source in sources.values()) == 1, f"not there just once: {mutant.old!r}"
     with mock.patch.dict(sys.modules):
         for name, source in sources.items():
@@ -325,7 +329,7 @@ def memory(fsdp=(1, 2, 4, 8)) -> list[dict]:
         c = load_config("quickstart.yaml", "cpu", [*OVERRIDES, *LARGER, f"mesh.fsdp={n}"])
         case = Case((1, n, 1, 1), ())
         mesh = make_mesh(case.mesh)
-        batch = to_device(make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
+        batch = to_device(make_batch(case, c, 1), mesh, c, c.data.global_batch)
         step = train.compile_train_step(c, mesh).lower(*train.state_shapes(c, mesh), batch, jnp.int32(1))
         plan = step.compile().memory_analysis()
         new = plan.output_size_in_bytes - plan.alias_size_in_bytes  # the rest takes the place of arguments
@@ -338,14 +342,14 @@ def memory(fsdp=(1, 2, 4, 8)) -> list[dict]:
 
 def full_attention(q, k, q_pos, block: int):
     """Blockwise attention of one context shard in a full layer: q [1,S,H,K] at q_pos [S], k (and v) [1,T,H,K]."""
-    execution = model.Execution("blockwise", block, splash=None, remat=None, scan_unroll=1, loss_chunk=1)
-    return model.blockwise_attention(q, k, k, model.Where(q_pos, jnp.arange(k.shape[1]), *[None] * 4), execution, 0)
+    places = model.Places(q_pos, jnp.arange(k.shape[1]), None, None)
+    return blockwise_attention(q, k, k, model.Where(places, window=None, offset=None), 0, block)
 
 
 def scores_computed(T: int, shards: int, block: int, exchange: bool) -> np.ndarray:
     """[shards] scores (queries x keys) that blockwise attention of a full layer computes, a head and a sequence.
 
-    model.py's own code runs, but its lax.switch answers with the number of keys that it would have chosen.
+    The source's own code runs, but its lax.switch answers with the number of keys that it would have chosen.
     """
     positions = jnp.arange(T).reshape(shards, 1, -1)
     if exchange:

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import quickstart
 import yaml
 from jax.experimental.compilation_cache import compilation_cache as jax_compilation_cache
 
@@ -18,7 +19,6 @@ import compare
 import convert
 import data
 import model
-import quickstart
 from checkpoint import FORMAT_VERSION
 from config import assemble_config, science_dict
 from processes import HERE

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import train
+from attention import blockwise_attention
 from config import load_config, shardings, to_device
-from model import Execution, ModelConfig, SplashConfig, Where, YarnConfig
+from model import Execution, ModelConfig, Places, YarnConfig, dense_attention
 
 YARN_7B = YarnConfig(factor=8.0, original_length=8192, beta_fast=32.0, beta_slow=1.0)
 YARN_TINY = replace(YARN_7B, original_length=16, beta_fast=2.0)  # so short that it changes the tiny model's RoPE
@@ -45,8 +46,10 @@ CONFIG = ModelConfig(
     compute_dtype="float32",
     grad_reduce_dtype="float32",
 )
-DENSE = Execution(attention="dense", attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=13)
-BLOCKWISE = replace(DENSE, attention="blockwise")
+DENSE = Execution(dense_attention, remat=None, scan_unroll=1, loss_chunk=13)
+BLOCKWISE, BLOCKS_OF_5, ONE_BLOCK = (
+    replace(DENSE, attention=partial(blockwise_attention, block=block)) for block in (8, 5, 64)
+)
 SEVEN_B = replace(
     CONFIG,
     vocab_size=100278,
@@ -112,7 +115,9 @@ def logits_function(c, execution, documents, shape):
 
     in_specs = (specs(c), BATCH, BATCH if documents else None)
     out_specs = P(("data", "fsdp"), "context", "tensor")
-    return on_mesh(body, in_specs, out_specs, shape, check_vma=execution.attention != "splash")
+    return on_mesh(
+        body, in_specs, out_specs, shape, check_vma=execution.key_multiple == 1
+    )  # Splash has no types for it
 
 
 def run_logits(c, params, tokens, execution=DENSE, segments=None, shape=(1, 1, 1, 1)):
@@ -230,16 +235,13 @@ def test_model_config_refuses(change, numbers):
 @pytest.mark.parametrize(
     "change, parts",
     [
-        ({"attention": "flash"}, ("attention", "'flash'", "dense", "blockwise")),
-        ({"attention_block": 0}, ("attention_block", "0", "positive")),
-        ({"attention": "splash"}, ("splash", "null", "tiles")),
         ({"remat": ("q", "gata1")}, ("remat", "'gata1'", "gate0")),
         ({"loss_chunk": -1}, ("loss_chunk", "-1", "positive")),
         ({"scan_unroll": 0}, ("scan_unroll", "0", "positive")),
     ],
 )
 def test_execution_refuses(change, parts):
-    """Catches an unknown attention and sizes of zero before anything is compiled."""
+    """Catches saved names that no activation has, and sizes of zero, before anything is compiled."""
     with pytest.raises(ValueError) as e:
         replace(DENSE, **change)
     assert all(p in str(e.value) for p in parts), e.value
@@ -388,9 +390,9 @@ HF_LAYER = {
 @pytest.mark.parametrize(
     "change, executions",
     [
-        ({"pattern": "sssf", "yarn": YARN_TINY}, [DENSE, replace(BLOCKWISE, attention_block=5)]),
+        ({"pattern": "sssf", "yarn": YARN_TINY}, [DENSE, BLOCKS_OF_5]),
         ({"pattern": "sssf"}, [BLOCKWISE]),
-        ({"n_kv_heads": 4, "yarn": YARN_TINY}, [DENSE, replace(BLOCKWISE, attention_block=64)]),
+        ({"n_kv_heads": 4, "yarn": YARN_TINY}, [DENSE, ONE_BLOCK]),
         ({"n_kv_heads": 1}, [BLOCKWISE]),
         ({"window": 64, "yarn": YARN_TINY}, [BLOCKWISE]),  # a window that covers all keeps its layer's plain RoPE
     ],
@@ -510,160 +512,11 @@ def test_sliding_layers_keep_plain_rope():
 def test_window_counts_the_query_itself():
     """Catches the classic off-by-one: `window` keys with the query's own, not window + 1 (nor window - 1)."""
     positions = jnp.arange(12)
-    mask = np.asarray(model.visible(positions, positions, None, None, 8))
+    places = Places(positions, positions, None, None)
+    mask = np.asarray(model.visible(places, 8))
     assert mask.sum(1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
     assert mask[11].nonzero()[0].tolist() == list(range(4, 12))
-    assert np.asarray(model.visible(positions, positions, None, None, None)).sum(1).tolist() == list(range(1, 13))
-
-
-@pytest.mark.parametrize("name", ["dense", "blockwise"])
-def test_window_seen_through_attention(name):
-    """Catches a key range of the blockwise attention that is short by one key, or a mask that it does not apply."""
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 12, 1, 6)), jnp.float32) for _ in range(3))
-    where = Where(jnp.arange(12), jnp.arange(12), None, None, 4, 0)
-    jacobian = jax.jit(
-        jax.jacobian(
-            lambda v: model.ATTENTION[name](q, k, v, where, replace(DENSE, attention_block=5), 0).sum((0, 2, 3))
-        ),
-        compiler_options=QUICK,
-    )(v)
-    seen = np.abs(np.asarray(jacobian)).sum((1, 3, 4)) > 0  # [query, key]
-    distance = np.subtract.outer(np.arange(12), np.arange(12))
-    np.testing.assert_array_equal(seen, (distance >= 0) & (distance < 4))
-
-
-@pytest.mark.parametrize(
-    "S, heads, window, block, documents, earlier, known",
-    [
-        (16, (4, 4), None, 4, False, 0, True),
-        (21, (4, 2), 8, 4, False, 0, True),
-        (9, (6, 1), None, 7, True, 0, True),
-        (16, (4, 2), 1, 16, True, 0, True),
-        (21, (6, 2), 4, 1, False, 0, True),
-        (16, (4, 2), 40, 64, True, 0, True),
-        (9, (4, 2), 8, 4, True, 7, True),  # a sliding layer with the keys before its shard
-        (16, (6, 3), None, 7, True, 11, False),  # a full layer that does not know where its shard lies
-        (34, (6, 3), None, 2, True, 0, True),  # more blocks than are unrolled: several share a range of keys
-        (35, (4, 4), None, 2, False, 5, False),
-    ],
-)
-def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, known):
-    """Catches key ranges, offsets (`earlier` keys of neighbouring shards), ragged last blocks, grouped heads in the
-    wrong order, and masks dropped in either attention: outputs and the gradients of q, k and v agree.
-    """
-    H, G = heads
-    T = S + earlier
-    rng = np.random.default_rng(S + block)
-    q, k, v, weight = (
-        jnp.asarray(rng.normal(size=(2, n, h, 6)), jnp.float32) for n, h in ((S, H), (T, G), (T, G), (S, H))
-    )
-    k_pos = jnp.arange(T) - min(earlier, 2)  # some keys lie before the sequence and must not be seen
-    segments = jnp.asarray(np.cumsum(rng.random((2, T)) < 0.2, axis=1)) if documents else None
-    q_segment = None if segments is None else segments[:, earlier:]
-    where = Where(k_pos[earlier:], k_pos, q_segment, segments, window, earlier if known else None)
-
-    def value(name, q, k, v):
-        out = model.ATTENTION[name](q, k, v, where, replace(DENSE, attention_block=block), 0)
-        return jnp.sum(out * weight), out
-
-    results = [
-        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
-        for name in ("dense", "blockwise")
-    ]
-    ((_, dense), dense_grads), ((_, blockwise), blockwise_grads) = results
-    np.testing.assert_allclose(blockwise, dense, atol=3e-6)
-    for a, b in zip(blockwise_grads, dense_grads, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_blockwise_backward_makes_no_softmax_again():
-    """Catches a backward pass that runs the forward pass of the blocks once more instead of keeping out and logsumexp:
-    results stay right, the step takes a fifth longer. Only the forward pass looks for the largest score of a row."""
-    where = Where(jnp.arange(24), jnp.arange(24), None, None, None, 0)
-    x = jax.ShapeDtypeStruct((1, 24, 2, 8), jnp.float32)
-
-    def loss(q, k, v):
-        return jnp.sum(model.blockwise_attention(q, k, v, where, replace(BLOCKWISE, attention_block=8), 0) ** 2)
-
-    assert str(jax.make_jaxpr(loss)(x, x, x)).count("reduce_max") == 3
-    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)).count("reduce_max") == 3
-
-
-def test_blockwise_memory_grows_with_the_sequence_only():
-    """Catches blocks of scores that XLA holds all at once: 1.8 GB instead of 0.2 GB at 8192, four times that at 16384."""
-    S = 8192
-    where = Where(jnp.arange(S), jnp.arange(S), None, None, None, 0)
-    shape = jax.ShapeDtypeStruct((1, S, 4, 32), jnp.float32)
-    f = jax.grad(
-        lambda q, k, v: jnp.sum(
-            model.blockwise_attention(q, k, v, where, replace(BLOCKWISE, attention_block=256), 0) ** 2
-        ),
-        (0, 1, 2),
-    )
-    compiled = jax.jit(f).lower(shape, shape, shape).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.4e9
-
-
-SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor")
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("attention", ["dense", "blockwise", "splash"])
-def test_documents_are_isolated(attention, shards):
-    """Catches attention across documents, in sliding or full layers: each document's logits are those it has alone, and
-    changing one document (which lies on both context shards) moves no other's. Positions need not restart, since RoPE
-    depends on distances alone.
-    """
-    c = replace(CONFIG, pattern="sssf", yarn=YARN_TINY)
-    execution = replace(
-        DENSE, attention=attention, attention_block=5, splash=SPLASH, interpret=True
-    )  # 5: blocks end inside documents
-    unit = 1
-    if attention == "splash":  # at least 128 positions a device
-        c, unit = replace(c, head_dim=32, window=70), 32 / 3
-    S, first, last = (int(n * unit) for n in (24, 7, 18))
-    params, shape = random_params(c), (1, 1, shards, 1)
-    tokens = random_batch(c, 2, S)["tokens"]
-    segments = np.broadcast_to(np.repeat([0, 1, 2], [first, last - first, S - last]), (2, S)).astype(np.int32)
-    packed = run_logits(c, params, tokens, execution, segments, shape)
-    alone = run_logits(c, params, tokens[:, first:last])
-    assert np.abs(packed[:, first:last, :97] - alone[..., :97]).max() < 2e-5
-
-    changed = tokens.copy()
-    changed[:, first:last] = (tokens[:, first:last] + 1) % c.vocab_size
-    moved = run_logits(c, params, changed, execution, segments, shape)
-    np.testing.assert_array_equal(moved[:, :first], packed[:, :first])
-    np.testing.assert_array_equal(moved[:, last:], packed[:, last:])
-    assert np.abs(moved[:, first:last] - packed[:, first:last]).max() > 0.1
-    unseparated = run_logits(c, params, tokens, execution, None, shape)
-    assert np.abs(unseparated[:, last:] - packed[:, last:]).max() > 0.1
-
-
-@pytest.mark.parametrize("shards, S", [(1, 256), (2, 512), (4, 1024)])
-@pytest.mark.parametrize("window", [None, 128, 200])
-@pytest.mark.parametrize("documents", [False, True])
-def test_splash_equals_dense(shards, S, window, documents):
-    """A window of 129 keys, an unscaled score, documents that leak, queries exchanged under another shard's mask, keys
-    before the sequence's begin; forward and backward, with more query heads than key heads."""
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal((2, S, heads, 32)).astype(np.float32) for heads in (4, 2, 2, 4))
-    segments = np.cumsum(rng.random((2, S)) < 0.02, axis=1).astype(np.int32) if documents else None
-
-    def run(execution, shards):
-        def body(q, k, v, segments, dout):
-            positions = model.vary(lax.axis_index("context") * q.shape[1] + jnp.arange(q.shape[1]))
-            where = model.locate(positions, segments, window, execution)
-            out, vjp = jax.vjp(lambda q, k, v: model.attend(q, k, v, where, execution, 0), q, k, v)
-            return out, *vjp(dout)
-
-        specs = [P(None, "context") if x is not None else None for x in (q, k, v, segments, dout)]
-        f = on_mesh(body, tuple(specs), P(None, "context"), (1, 1, shards, 1), check_vma=False)
-        return f(q / math.sqrt(32), k, v, segments, dout)
-
-    got = run(replace(DENSE, attention="splash", splash=SPLASH, interpret=True), shards)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(DENSE, 1), strict=True):
-        assert difference(a, b) < 1e-5, name
+    assert np.asarray(model.visible(places, None)).sum(1).tolist() == list(range(1, 13))
 
 
 def test_swiglu_equals_autodiff():
@@ -798,14 +651,14 @@ def test_everything_masked_is_zero():
 def test_no_whole_logits_are_planned(differentiate):
     """Catches fp32 logits [B, S, V] kept whole: 3.3 GB at 1 x 8192 x 100352, and twice that with their gradient."""
     c = replace(CONFIG, vocab_size=100278, padded_vocab_size=100352, n_layers=2, window=64, pattern="s")
-    run = replace(BLOCKWISE, attention_block=1024, loss_chunk=256)
+    execution = replace(DENSE, attention=partial(blockwise_attention, block=1024), loss_chunk=256)
 
     def body(params, tokens):
         params, tokens = model.vary((params, tokens))
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": tokens > 0, "segment_ids": None}
 
         def loss(params):
-            return model.token_loss(params, batch, 1e-5, c, run)[0]
+            return model.token_loss(params, batch, 1e-5, c, execution)[0]
 
         if differentiate:
             return model.reduce_gradients(jax.grad(loss)(params), c)
@@ -823,12 +676,12 @@ import jax, numpy as np
 import test_model as t
 from dataclasses import replace
 c = replace(t.CONFIG, vocab_size=100278, padded_vocab_size=100352, n_layers=2, d_model=16, window=64)
-run = replace(t.BLOCKWISE, attention_block=256, loss_chunk=512)
+execution = replace(t.DENSE, attention=t.partial(t.blockwise_attention, block=256), loss_chunk=512)
 tokens = np.random.default_rng(0).integers(0, 100278, (1, 8192)).astype(np.int32)
 def body(params, tokens):
     params, tokens = t.model.vary((params, tokens))
     batch = {"tokens": tokens, "labels": tokens, "loss_mask": tokens >= 0, "segment_ids": None}
-    total, _ = t.model.token_loss(params, batch, 1e-5, c, run)
+    total, _ = t.model.token_loss(params, batch, 1e-5, c, execution)
     return jax.lax.psum(total, t.model.AXES)
 loss = t.on_mesh(body, (t.specs(c), t.BATCH), t.P())(jax.jit(lambda: t.model.init_params(c, 0))(), tokens)
 print(float(loss) / 8192, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
@@ -906,7 +759,7 @@ def one_device():
     return c, params, batch, loss_and_gradients(c, params, batch, DENSE)
 
 
-@pytest.mark.parametrize("remat", [("x",), ("q", "k", "v", "context", "attn_out", "gate0", "up1", "ffn_out")])
+@pytest.mark.parametrize("remat", [("x",), ("q", "k", "v", "heads_out", "attn_out", "gate0", "up1", "ffn_out")])
 def test_remat_and_unroll_change_nothing(one_device, remat):
     """Catches an activation recomputed from something else than it was made from, and layers in another order."""
     c, params, batch, (loss, _, grads) = one_device
@@ -952,7 +805,7 @@ def run_steps(c, steps=3, filtered=(2,)):
     params, state = jax.device_put(state, shardings(mesh, train.state_specs(c)))
     log = []
     for k in range(1, steps + 1):
-        batch = to_device(train_batch(c, k, filtered), np.arange(c.data.global_batch), mesh, c)
+        batch = to_device(train_batch(c, k, filtered), mesh, c, c.data.global_batch)
         params, state, metrics = step(params, state, batch, jnp.int32(k))
         log.append(jax.tree.map(float, metrics))
     return jax.tree.map(np.asarray, params), log
@@ -1029,7 +882,7 @@ def test_token_mean_of_unequal_micro_batches():
 
     results = []
     for size in (1, 2):
-        body = partial(train.gradients, c=c, run=DENSE, size=size)
+        body = partial(train.gradients, config=c, execution=DENSE, microbatch=size)
         f = on_mesh(
             lambda p, b, body=body: (lambda g, s: (g, lax.psum(s, model.AXES)))(*body(p, b, jnp.float32(110))),
             (specs(c.model), {k: None if v is None else BATCH for k, v in batch.items()}),

@@ -54,7 +54,7 @@ def test_cases_clip_and_skip_nothing():
     """Catches a comparison of nothing: norms that never reach the clip, or a spike rule that stops the updates."""
     reference = sharding.reference(sharding.steps, ())
     assert min(reference["3 gradient norms"]) > 0.5
-    start = sharding.random_params(sharding.config(CASES[0], train))
+    start = sharding.random_params(sharding.make_config(CASES[0]))
     assert all(sharding.difference(reference["parameters"][name], x) > 1e-2 for name, x in start.items())
 
 
@@ -77,7 +77,7 @@ def test_clipping_uses_the_global_norm(monkeypatch, name, replicated):
     monkeypatch.setattr(train, "gradients", lambda params, *_: (params, model.vary(jnp.zeros(2))))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), train.state_shapes(c, mesh)[1])
     params, state = jax.device_put((grads, zeros), shardings(mesh, train.state_specs(c)))
-    batch = to_device(sharding.make_batch(case, c, 1), np.arange(c.data.global_batch), mesh, c)
+    batch = to_device(sharding.make_batch(case, c, 1), mesh, c, c.data.global_batch)
     _, state, metrics = train.compile_train_step(c, mesh)(params, state, batch, jnp.int32(1))
     assert float(metrics["grad_norm"]) == pytest.approx(5, rel=1e-6)
     for other, moment in state.mu.items():
