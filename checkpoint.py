@@ -279,14 +279,19 @@ def read_item(step_folder: Path, item: str, target):
     """One item as this process's devices need it. No process waits for another."""
     check_tree(step_folder / item, target)
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    return read_arrays(lambda: ocp.PyTreeCheckpointHandler().restore(orbax_path(step_folder / item), args=args))
+
+
+def read_arrays(restore: Callable):
+    """restore(); DamagedCheckpoint if the files are damaged. A device out of memory stays what it is."""
     try:
         with patient_loops():
-            return ocp.PyTreeCheckpointHandler().restore(orbax_path(step_folder / item), args=args)
+            return restore()
     except Exception as e:  # Orbax wraps what tensorstore says (a ValueError) into a bare Exception
         cause = e.__cause__ or e
         if isinstance(cause, UNREADABLE):
             raise DamagedCheckpoint(first_line(cause)) from e
-        raise  # a device out of memory stays what it is
+        raise
 
 
 def check_tree(item_folder: Path, target):

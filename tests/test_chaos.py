@@ -5,7 +5,7 @@ from chaos import CAMPAIGNS, MOMENTS, Chaos
 
 
 def test_killed_at_random_moments(house):
-    """Law 2 where nobody thought of it. Case 27: the only checkpoint deleted before the next one is complete."""
+    """Law 2 where nobody thought of it. The only checkpoint deleted before the next one is complete."""
     report = Chaos(house, "one checkpoint", kills=2, seed=0, moments=("step", "save"), steps=20).run()
     assert report["lost"] == [] and report["kills"] == 2 and report["runs_completed"] > 0, report
     assert report["largest_delta_same_devices"] == report["instances_seen_twice"] == 0

@@ -340,7 +340,7 @@ def test_loader_covers_an_epoch_once_over_hosts(corpus):
 
 
 def test_one_file_is_enough_for_four_hosts(tmp_path):
-    """Hosts without a file of their own that fall back to all files: instances averaged twice (case 69)."""
+    """Hosts without a file of their own that fall back to all files: instances averaged twice."""
     index = make_index(tmp_path, {"web/only.npy": random_tokens(22 * S)})
     hosts = [data.open_data(config(index, global_batch=8), rows=[2 * h, 2 * h + 1]) for h in range(4)]
     seen = [sum((host.batch_at(p)["instance"].tolist() for p in (0, 8)), []) for host in hosts]
@@ -351,7 +351,7 @@ def test_one_file_is_enough_for_four_hosts(tmp_path):
 
 
 def test_stream_goes_on_with_other_workers_and_hosts(corpus):
-    """A position that fits one number of workers and hosts only, or starts again from 0 with another (case 11)."""
+    """A position that fits one number of workers and hosts only, or starts again from 0 with another."""
     straight = [data.open_data(config(corpus)).batch_at(p)["instance"].tolist() for p in range(0, 20, 4)]
 
     def read(begin: int, end: int, workers: int, hosts: list) -> list[list[int]]:

@@ -69,7 +69,7 @@ def test_index_of_a_mix(mix, tmp_path, capsys):
 
 
 def test_index_names_all_bad_files_of_a_mix(mix, tmp_path, capsys):
-    """An empty file among 12,000 found at step 100k (case 57), or bad files found one a run."""
+    """An empty file among 12,000 found at step 100k, or bad files found one a run."""
     (tmp_path / "base" / NAMES[0]).write_bytes(b"")
     (tmp_path / "base" / NAMES[1]).write_bytes(b"12345")
     (tmp_path / "base" / NAMES[2]).unlink()
@@ -103,7 +103,7 @@ def test_malformed_mix(tmp_path, line, message):
 
 
 def test_mix_usage(mix, tmp_path, capsys):
-    """A path typo, an empty mix, or a bucket that must be mounted ends in a traceback or an empty index (case 63)."""
+    """A path typo, an empty mix, or a bucket that must be mounted ends in a traceback or an empty index."""
     empty = tmp_path / "empty.txt"
     empty.write_text("# nothing\n\n")
     out = tmp_path / "index.json"

@@ -210,7 +210,7 @@ def calm(house) -> Path:
 
 def test_the_recipe_is_decoupled_from_the_topology(house, calm, tmp_path):
     """8 devices, then 2, then 4, then two processes of 2: a batch cut otherwise, an instance twice or never, a config
-    that has to change, a checkpoint that only its own number of devices can read (case 21)."""
+    that has to change, a checkpoint that only its own number of devices can read."""
     run_dir, logs = tmp_path / "run", tmp_path / "logs"
     logs.mkdir()
     for devices, step in ((8, 5), (2, 9), (4, 13)):
@@ -230,7 +230,7 @@ def test_the_recipe_is_decoupled_from_the_topology(house, calm, tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_checkpoint_of_two_processes_anywhere(house, pair, monkeypatch, capsys, devices):
-    """Evaluation on the devices that wrote the checkpoint only (case 21)."""
+    """Evaluation on the devices that wrote the checkpoint only."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     assert evaluate.main(["loss", str(pair[0]), "--hardware", "cpu"]) == 0
     got = json.loads(capsys.readouterr().out)["heldout"]["all"]["ce"]
@@ -238,7 +238,7 @@ def test_checkpoint_of_two_processes_anywhere(house, pair, monkeypatch, capsys, 
 
 
 def test_checkpoint_of_two_processes_as_hugging_face(pair, tmp_path):
-    """Conversion that takes one process's part for the whole (case 21)."""
+    """Conversion that takes one process's part for the whole."""
     assert convert.main(["to-hf", str(pair[0]), str(tmp_path / "hf")]) == 0
     with safe_open(tmp_path / "hf" / "model.safetensors", "numpy") as f:
         there = restore(pair[0], STEPS, ["params"])
@@ -247,7 +247,7 @@ def test_checkpoint_of_two_processes_as_hugging_face(pair, tmp_path):
 
 
 def test_data_that_is_filtered_away(house, tmp_path):
-    """0/0 on the devices whose instances are all filtered, and NaN for all from there (case 51)."""
+    """0/0 on the devices whose instances are all filtered, and NaN for all from there."""
     root = tmp_path / "constant"
     (root / "web").mkdir(parents=True)
     np.full(64 * SEQUENCE, 5, np.uint32).tofile(root / "web" / "part-00000.npy")
