@@ -1,4 +1,4 @@
-"""Compare runs by what they logged. No jax. What runs logged is read in scalars.py.
+"""Compare runs by the numbers they logged, which scalars.py reads. No jax.
 
     python compare.py exact A B            the difference of every quantity at every step; exit 0 only if all are 0
     python compare.py curves A B ...       training and held-out loss of runs of three systems: differences, picture
@@ -6,15 +6,15 @@
     python compare.py import-wandb CSV DIR a CSV export of W&B into TensorBoard
 
 For `exact`, A and B are run directories, or files as train.py writes them: one JSON object a line, with "step" and
-quantities, in the order of the steps. They are read side by side, a step at a time, so that runs of any length fit in
-memory. What a clock decides is left out, since it differs between two runs that compute the same. By name:
-throughput/device/* (speeds), and whatever ends in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else
-is compared, counts of tokens too. null stands for a number that is not finite: equal to null, and to no number.
-How often both runs hold it is said.
+quantities, in the order of the steps. They are read side by side, a step at a time: runs of any length fit in memory.
+Numbers of a clock are left out, since they differ between two runs that compute the same. Their names are
+throughput/device/* (speeds) and end in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else is compared,
+counts of tokens too. null stands for a number that is not finite. It equals null, and no number; the report counts
+the steps at which both runs hold it.
 
 `curves` and `detect` also read folders of TensorBoard event files (ours, MaxText's, or what import-wandb made of
-OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv. Where a run holds null they leave the step
-out of all runs that are compared, and say how often.
+OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv. A step at which a run holds null is left
+out of all runs that are compared, with a note of how many there are.
 
 Exit codes: 0 all equal, nothing found; 1 something differs, or is in one run only, or `detect` fires, or an output cannot
 be written; 2 wrong usage, or a file that cannot be read.
@@ -64,7 +64,7 @@ def side_by_side(a: Iterator, b: Iterator) -> Iterator[tuple[int, dict | None, d
 
 
 def difference(a, b) -> float | None:
-    """|a - b|; None where they differ by more than a number can say (null, text)."""
+    """|a - b|; None where no number tells how far they differ (null, text)."""
     if a == b:
         return 0.0
     if any(type(x) not in (int, float) for x in (a, b)):
@@ -75,7 +75,7 @@ def difference(a, b) -> float | None:
 
 
 class Quantity:
-    """What was seen of one quantity at the steps that both runs have."""
+    """Counts and differences of a quantity at the steps that both runs have."""
 
     def __init__(self):
         self.compared = self.differing = self.both_null = 0
@@ -104,7 +104,7 @@ class Quantity:
 
 
 def exact(args: argparse.Namespace) -> dict:
-    """The difference of every quantity at every step. `equal` only if nothing differs and neither lacks anything."""
+    """The difference of every quantity at every step. `equal` only if nothing differs and neither run lacks a value."""
     span = args.steps or (0, math.inf)
     paths = metrics_file(args.a), metrics_file(args.b)
     quantities: dict[str, Quantity] = {}
@@ -220,9 +220,10 @@ def spread(x: np.ndarray) -> float:
 
 
 def compare_bins(a: Series, b: Series, width: int) -> Bins:
-    """Steps 1 to width, width + 1 to 2 width, ... Where the steps of one are (mostly) steps of the other too, these are
-    paired, so that what both saw cancels; else means are compared. A value that is a mean itself (a reference's) is
-    compared with the other's mean over `width` steps about it. A step at which either is not a number counts in none."""
+    """Bins hold steps 1 to width, width + 1 to 2 width, ... Steps of both runs are paired where at least half of the steps
+    of one are steps of the other: the noise of a common batch cancels. Else means are compared. A value that is a mean
+    itself (a reference's) is compared with the other run's mean over `width` steps about it. A step at which either
+    series is not a number counts in no bin."""
     rows = []  # of Bins; instead of the error the spread of single steps and how many the difference is worth
     a, b = numbers_in_all([a, b])
     for x, y, sign in ((a, b, 1), (b, a, -1)):
@@ -258,8 +259,8 @@ def shared(a: Series, b: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_width(runs: list[Run], asked: int | None) -> int:
-    """2,000 steps, as the case study has it; a twentieth of the steps that all runs have, where those are few, but at
-    least two that were logged: one has no spread."""
+    """2,000 steps, as in the case study; a twentieth of the steps that all runs have, where those are few. At least two
+    logged steps lie in a bin: a single step has no spread."""
     if asked is not None:
         return asked
     first, last = max(r.training.steps[0] for r in runs), min(r.training.steps[-1] for r in runs)
@@ -341,16 +342,16 @@ def summary(steps: np.ndarray, delta: np.ndarray) -> dict:
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """What the numbers do not say themselves."""
-    found = [f"{r.name}: {r.system}'s loss{Z_LABEL[r.z_loss]}" for r in runs if r.z_loss != "none"]
-    found += [f"{r.name}: {what} loss is not a number at {n} step{'s'[:n > 1]}, left out of all means that it would be "
+    """Facts about the runs that the numbers themselves do not tell."""
+    lines = [f"{r.name}: {r.system}'s loss{Z_LABEL[r.z_loss]}" for r in runs if r.z_loss != "none"]
+    lines += [f"{r.name}: {what} loss is not a number at {n} step{'s'[:n > 1]}, left out of all means that it would be "
               "compared with" for r in runs for what, n in r.nulls().items()]  # fmt: skip
     if len({r.system for r in runs}) > 1:
-        found.append("MaxText numbers steps from 0: its step s is shown as s + 1, the updates done")
+        lines.append("MaxText numbers steps from 0: its step s is shown as s + 1, the updates done")
     if any(label.endswith("-validation") for r in runs for label in r.heldout):
-        found.append("OLMo-core's held-out loss counts a label more than each document has, and cuts documents otherwise "
+        lines.append("OLMo-core's held-out loss counts a label more than each document has, and cuts documents otherwise "
                      "than train.py does: between the two, a constant offset of held-out loss means nothing")  # fmt: skip
-    return found
+    return lines
 
 
 def print_landmarks(table: list[dict], runs: list[Run], width: int) -> None:
@@ -453,9 +454,7 @@ def finish_differences(axes, sizes: list, base: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- detect
 
 
-TOLERANCE = (
-    "what two clean runs of one recipe may differ by (the case study's: 0.012 in training, 0.02 in held-out loss)"
-)
+TOLERANCE = "difference of two clean runs of a recipe (the case study's: 0.012 in training, 0.02 in held-out loss)"
 
 
 def wander(delta: np.ndarray) -> float:
@@ -467,17 +466,23 @@ def wander(delta: np.ndarray) -> float:
 def detect(args: argparse.Namespace) -> dict:
     """Where does training loss of A depart from B's while held-out loss does not? Exit code 1 if anywhere.
 
-    D is the mean difference (A - B) of training loss in a bin of steps (--bin). H is that of held-out loss, mean over
-    the sets that both have: anything that it is from the evaluation before the bin to the one after it. N is the
-    standard error of D, or how far D - H wanders from bin to bin (about a line, so that what departs steadily is no
-    noise) if that is more. A bin fires if D lies outside a band that reaches, below and above, as far as the farthest
-    of these does:
-      -T, +T          T: --tolerance, or z N if more
-      H - zN, H + zN
-      2 H             held-out loss moves by half as much or more: the models differ, as they may
-    z is the normal quantile at which all bins together fire by chance in --alpha of comparisons. The run whose training
-    loss is lower there has probably seen the instances before. Both runs need the same training data: another mix
-    shifts training loss alone too. Bins farther than a bin from any evaluation are not judged."""
+    A bin of steps is judged by itself. It fires unless
+
+        min(-T, -zN, H - zN, 2H)  <=  D  <=  max(T, zN, H + zN, 2H)
+
+      D  nats/token  difference A - B of training loss, mean over the bin
+      H  nats/token  difference A - B of held-out loss, mean over the sets that both runs have; below, the lowest value
+                     from the evaluation before the bin to the one after it, above, the highest
+      N  nats/token  noise: the standard error of D, or how far D - H wanders from bin to bin if that is more;
+                     wandering is measured about a line, so that a steady departure is no noise
+      T  nats/token  --tolerance
+      z  a number    normal quantile at which all bins together fire by chance in --alpha of comparisons
+      bin  steps     --bin
+
+    2H is in the band because models may differ: held-out loss then moves by half as much as training loss, or more. The
+    run whose training loss is lower where a bin fires has probably seen the instances before. Both runs need the same
+    training data: another mix shifts training loss alone, too. Bins farther than a bin from any evaluation are not
+    judged."""
     runs = read_runs(args)
     if len(runs) != 2:
         raise DataError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")
@@ -545,7 +550,7 @@ def heldout_about(bins: Bins, steps: np.ndarray, held: np.ndarray, width: int) -
 
 
 class Band(NamedTuple):
-    """What `detect` allows: arrays [bins], and z."""
+    """The band of `detect` and its noise N: arrays [bins], in nats/token; and z. The formula stands in `detect`."""
 
     low: np.ndarray
     high: np.ndarray
@@ -554,7 +559,7 @@ class Band(NamedTuple):
 
 
 def find_band(bins: Bins, lowest: np.ndarray, highest: np.ndarray, tolerance: float, alpha: float) -> Band:
-    z = NormalDist().inv_cdf(1 - alpha / (2 * len(bins.delta)))
+    z = NormalDist().inv_cdf(1 - alpha / (2 * len(bins.delta)))  # two sides, and every bin may fire (Bonferroni)
     noise = np.maximum(bins.error, wander(bins.delta - (lowest + highest) / 2))
     floor = np.maximum(tolerance, z * noise)
     low = np.minimum.reduce([-floor, lowest - z * noise, 2 * lowest])
@@ -563,18 +568,18 @@ def find_band(bins: Bins, lowest: np.ndarray, highest: np.ndarray, tolerance: fl
 
 
 def find_stretches(bins: Bins, band: Band, held: np.ndarray, names: list[str]) -> list[dict]:
-    """Neighbouring bins outside the band on one side, as one."""
+    """Neighbouring bins outside the band on the same side are one stretch."""
     side = np.where(bins.delta < band.low, -1, np.where(bins.delta > band.high, 1, 0))
-    found = []
+    stretches = []
     for group in np.split(np.arange(len(side)), np.flatnonzero(np.diff(side)) + 1):
         if side[group[0]]:
             D = bins.delta[group]
-            found.append({
+            stretches.append({
                 "first": int(bins.first[group[0]]), "last": int(bins.last[group[-1]]), "bins": len(group),
                 "lower": names[int(D[0] > 0)], "training": float(D.mean()), "heldout": float(held[group].mean()),
                 "largest": float(D[np.argmax(np.abs(D))]),
             })  # fmt: skip
-    return found
+    return stretches
 
 
 def print_verdict(r: dict) -> None:
@@ -600,8 +605,8 @@ def import_wandb(args: argparse.Namespace) -> dict:
 
     The step column is the first of Step, global_step, _step, step, trainer/global_step (--step-column for another).
     Left out: __MIN and __MAX, which repeat RUN - TAG, times, and columns that begin with "_". --map COLUMN=TAG gives a
-    column another tag, --map COLUMN= leaves it out. One run is written to DIR, several to DIR/RUN each. The file is
-    read whole first: nothing is written of one with a fault, whose line and column are named (exit code 2)."""
+    column another tag, --map COLUMN= leaves it out. One run is written to DIR, several to DIR/RUN each. The whole file
+    is read first. Of a file with a fault nothing is written; its line and column are named (exit code 2)."""
     out = local_path(args.dir)
     runs = read_csv(local_path(args.csv), args.step_column, dict(args.map))
     folders = {run: re.sub(r"[^\w.-]", "_", run) if len(runs) > 1 else "" for run in runs}  # below DIR
@@ -696,43 +701,33 @@ def parse_args(argv=None) -> argparse.Namespace:
     p.add_argument("--all", action="store_true", help="list every value of every step, also where nothing differs")
     p.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
 
-    what = "run directory, metrics.jsonl, TensorBoard folder, CSV of W&B, or a reference (olmo3-7b, olmo3-7b-stage2)"
+    sources = "run directory, metrics.jsonl, TensorBoard folder, CSV of W&B, or a reference (olmo3-7b, olmo3-7b-stage2)"
     for p, several in (
         (verb("curves", curves, "two or more runs, aligned by step: differences, table, picture",
               "curves runs/straight runs/killed --png runs/curves.png"), "+"),
         (verb("detect", detect, "does training loss depart where held-out loss does not? exit 1 if so",
               "detect runs/straight runs/killed --png runs/detect.png"), 2),
     ):  # fmt: skip
-        p.add_argument("runs", nargs=several, metavar="RUN", help=what)
+        p.add_argument("runs", nargs=several, metavar="RUN", help=sources)
         p.add_argument("--bin", type=natural, metavar="STEPS",
                        help="steps averaged; default: 2000, or a 20th of the steps in common if less, but two at least")  # fmt: skip
         p.add_argument("--steps", type=count, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
         p.add_argument("--z-loss", choices=("refuse", "subtract", "label"), default="refuse",
                        help="where one loss contains z-loss (MaxText's) and another does not; default: %(default)s")  # fmt: skip
-        p.add_argument(
-            "--png",
-            type=picture,
-            default=f"runs/{'curves' if several == '+' else 'detect'}.png",
-            help="default: %(default)s",
-        )
+        name = "curves" if several == "+" else "detect"
+        p.add_argument("--png", type=picture, default=f"runs/{name}.png", help="default: %(default)s")
         if several == "+":
             p.add_argument("--smooth", type=natural, metavar="STEPS", help="of the thick difference; default: 9 bins")
             p.add_argument("--landmarks", type=natural, nargs="+", metavar="STEP",
                            help="of the table; default: held-out evaluations in common")  # fmt: skip
         else:
-            p.add_argument(
-                "--tolerance", type=positive, default=0.02, metavar="NATS", help=f"{TOLERANCE}; default: %(default)s"
-            )
-            p.add_argument(
-                "--alpha", type=share, default=0.001, help="chance of firing without cause; default: %(default)s"
-            )
+            about = f"{TOLERANCE}; default: %(default)s"
+            p.add_argument("--tolerance", type=positive, default=0.02, metavar="NATS", help=about)
+            about = "chance of firing without cause; default: %(default)s"
+            p.add_argument("--alpha", type=share, default=0.001, help=about)
 
-    p = verb(
-        "import-wandb",
-        import_wandb,
-        "a CSV export of W&B into TensorBoard event files",
-        "import-wandb export.csv runs/ai2",
-    )
+    example = "import-wandb export.csv runs/ai2"
+    p = verb("import-wandb", import_wandb, "a CSV export of W&B into TensorBoard event files", example)
     p.add_argument("csv", metavar="CSV")
     p.add_argument("dir", metavar="DIR")
     p.add_argument("--step-column", metavar="COLUMN", help="the number of the step; default: see above")
@@ -748,7 +743,9 @@ def main(argv=None) -> int:
     try:
         with sole_writer(args.png) if hasattr(args, "png") else contextlib.nullcontext():
             report = args.function(args)
-    except DataError as e:  # whatever else is our own bug
+    # Not processes.run_command: there any ValueError is wrong input until the inputs are checked. Here inputs are read and
+    # judged in one pass, and a ValueError that is no DataError is our own bug, which keeps its traceback.
+    except DataError as e:
         print(f"compare.py: error: {e}", file=sys.stderr)
         return 2
     except OSError as e:

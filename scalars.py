@@ -27,7 +27,7 @@ from data import DataError, local_path, os_error
 
 @contextlib.contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """What cannot be read is wrong input; what cannot be written is not."""
+    """An input that cannot be read is wrong input (exit code 2). An output that cannot be written is not (1)."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as e:
@@ -48,7 +48,10 @@ def no_number(name: str):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """(step, quantities) of every whole line; a last line without its end is still being written, or was cut off."""
+    """(step, quantities) of every whole line. A last line without its end is still being written, or lost its rest.
+
+    Stricter than metrics.read_metrics, which reads our own file for a restart: NaN is refused, a line that is left out
+    is named."""
     with reading(path), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
@@ -88,22 +91,20 @@ class System(NamedTuple):
 
     training: re.Pattern
     heldout: re.Pattern  # group 1: the label of the held-out set
-    z_losses: (
-        tuple[str, str] | None
-    )  # tags of the z-loss that is part of training and of held-out loss; None: it is not
+    z_losses: tuple[str, str] | None  # tags of the z-loss inside training and inside held-out loss; None: not inside
     shift: int  # updates done when it logs step 0
 
 
-# OLMo-core: train_module.py, evaluator_callback.py; train.py logs under the same names. Cross-entropy is alone in them,
-# "train/Z loss" stands beside it. MaxText: max_utils.py:cross_entropy_with_logits adds the z-loss to each token's loss,
-# so that lm_loss, its perplexity and avg_loss contain it; the number of a step is that of the updates done before.
+# OLMo-core: train_module.py, evaluator_callback.py. train.py logs under the same names. They hold cross-entropy alone;
+# "train/Z loss" stands beside it. MaxText: max_utils.py:cross_entropy_with_logits adds the z-loss to each token's loss.
+# Its lm_loss, perplexity and avg_loss contain the z-loss. It numbers a step by the updates done before.
 SYSTEMS = {
     "OLMo-core": System(re.compile(r"train/CE[ _]loss"), re.compile(r"eval/lm/(.+)/CE[ _]loss"), None, 0),
     "MaxText": System(
         re.compile(r"learning/lm_loss"), re.compile(r"(eval)/avg_loss"), ("learning/z_loss", "eval/avg_z_loss"), 1
     ),
 }
-COUNT = " count"  # a column of ours: a value is the mean of so many steps about its own; absent: one step
+COUNT = " count"  # a column of ours: over how many steps about its own a value is the mean; absent: one step
 WANTED = re.compile("|".join(
     f"(?:{p.pattern}(?:{COUNT})?)" for s in SYSTEMS.values() for p in (s.training, s.heldout, *map(re.compile, s.z_losses or ()))
 ))  # fmt: skip
@@ -126,7 +127,7 @@ def read_metrics(path: Path) -> Scalars:
 def read_events(path: Path) -> Iterator:
     """Event messages of a TensorBoard file: length (u64), its masked CRC-32C (u32), message, its CRC; little-endian.
 
-    A last record that is not whole is still being written, or its writer was killed: said, and left out."""
+    A last record that is not whole is still being written, or its writer was killed. It is left out, with a note."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
@@ -160,7 +161,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_board(files: list[Path]) -> Scalars:
-    """As TensorBoard shows them: what a restarted run purges is gone; of a step logged twice the last value counts."""
+    """As TensorBoard shows them: steps that a restarted run purges are gone. Of a step logged twice the last value counts."""
     scalars: Scalars = {}
     for path in files:
         for event in read_events(path):
@@ -170,6 +171,10 @@ def read_board(files: list[Path]) -> Scalars:
                         del values[step]
             for value in event.summary.value:
                 if WANTED.fullmatch(value.tag):
+                    # A tensor's simple_value is 0.0, which would be taken for the loss.
+                    if value.WhichOneof("value") != "simple_value":
+                        raise DataError(f"{path}: step {event.step}: got {value.tag!r} as {value.WhichOneof('value')}, "
+                                        "expected a simple value; fix: export a CSV, then import-wandb")  # fmt: skip
                     scalars.setdefault(value.tag, {})[event.step] = value.simple_value
     return scalars
 
@@ -237,12 +242,12 @@ def csv_number(cell: str, where: str, column: str, finite: bool = True) -> float
 
 
 class Series(NamedTuple):
-    """A quantity by step: int64, float64, and the number of steps that each value is a mean of; all of one length."""
+    """A quantity by step: steps int64, values float64, and over how many steps each value is the mean; equal lengths."""
 
     steps: np.ndarray
     values: np.ndarray
     counts: np.ndarray
-    null: np.ndarray = np.array([], np.int64)  # steps at which it was logged and is not a number
+    null: np.ndarray = np.array([], np.int64)  # steps at which the logged value is not a number
 
     @classmethod
     def of(cls, values: dict[int, float], counts: dict[int, float], shift: int) -> "Series":
@@ -261,7 +266,7 @@ class Series(NamedTuple):
 
 
 def numbers_in_all(several: list[Series]) -> list[Series]:
-    """Without the steps at which one of them is not a number: its mean would lack what is in the others' means."""
+    """Without the steps at which any series is not a number: its mean would lack a step that the others' means hold."""
     null = np.unique(np.concatenate([s.null for s in several]))
     return [s[~np.isin(s.steps, null)] for s in several]
 
@@ -312,13 +317,13 @@ def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
     else:
         known = ", ".join(s.training.pattern.replace("[ _]", " ") for s in SYSTEMS.values())
         raise DataError(f"{source}: got no training loss, expected {known}; fix: check what it logs")
-    found = {"": tag} | {m[1]: t for t in scalars if (m := s.heldout.fullmatch(t))}
+    tags = {"": tag} | {match[1]: t for t in scalars if (match := s.heldout.fullmatch(t))}  # "": training
     contains, series = "none", {}
     z_of_training = scalars.get(s.z_losses[0], {}) if s.z_losses else {}
     without = s.z_losses is None or (z_of_training and not any(z_of_training.values()))  # zeros: trained without
-    for label, tag in found.items():
+    for label, tag in tags.items():
         values = scalars[tag]
-        if not without:  # also where z-loss is not logged: it may be in there
+        if not without:  # also where z-loss is not logged: the loss may contain it
             contains, z_tag = "included", s.z_losses[label != ""]
             if z_loss == "subtract":
                 z = scalars.get(z_tag, {})
@@ -334,12 +339,12 @@ def make_run(name: str, source: str, scalars: Scalars, z_loss: str) -> Run:
 
 
 def read_runs(args: argparse.Namespace) -> list[Run]:
-    """Every run named, cut to --steps. A cross-entropy beside one that contains z-loss is refused unless asked for."""
-    found = []
+    """The named runs, within --steps. A loss with z-loss beside a loss without is refused unless asked for."""
+    logged = []  # (name, source, scalars)
     for run in args.runs:
         with reading(run):
-            found += find_scalars(run)
-    runs = [make_run(*one, args.z_loss) for one in found]
+            logged += find_scalars(run)
+    runs = [make_run(*of_run, args.z_loss) for of_run in logged]
     if len(runs) < 2:
         raise DataError(f"{args.runs[0]}: got one run, expected two or more; fix: name another, or a reference")
     if args.z_loss == "refuse" and len({r.z_loss for r in runs}) > 1:
@@ -349,11 +354,12 @@ def read_runs(args: argparse.Namespace) -> list[Run]:
                          "MaxText logs the sum of the micro-batches'), --z-loss label compares them as they are")  # fmt: skip
     first, last = args.steps or (0, math.inf)
     names = [r.name for r in runs]
-    cut = []
+    within = []
     for i, r in enumerate(runs):
-        of = {k: s.between(first, last) for k, s in (("", r.training), *r.heldout.items())}
-        if not len(of[""].steps):
+        training = r.training.between(first, last)
+        heldout = {label: s.between(first, last) for label, s in r.heldout.items()}
+        if not len(training.steps):
             raise DataError(f"{r.source}: got no training loss in steps {first} to {last}; fix: --steps")
         name = r.name if names.count(r.name) == 1 else f"{r.name} {names[: i + 1].count(r.name)}"
-        cut.append(r._replace(name=name, training=of.pop(""), heldout=of))
-    return cut
+        within.append(r._replace(name=name, training=training, heldout=heldout))
+    return within

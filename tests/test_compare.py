@@ -331,10 +331,41 @@ def test_event_files_as_tensorboard_reads_them(capsys, tmp_path):
     newest.write_bytes(whole[:-7])  # its last record is being written
     code, report, err = call(capsys, "curves", folder, folder, "--png", tmp_path / "x.png")
     assert code == 0 and report["runs"][0]["last"] == 48 and "the record has no end yet" in err
-    for at in (3, len(whole) - 20):  # a length, a value
+    for at in (3, len(whole) // 2, len(whole) - 20):  # a length, a value; EventAccumulator passes over the rest
         newest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         code, _, err = call(capsys, "curves", folder, folder)
         assert code == 2 and str(newest) in err and "wrong checksum" in err and err.count("\n") == 1
+
+
+def test_every_point_of_a_long_board(capsys, tmp_path):
+    """A reader that samples: TensorBoard's own keeps 10,000 points a tag unless told otherwise, stage 1 logs 141,000. The
+    last record, which a run that goes on has written in part, is left out and nothing else."""
+    with SummaryWriter(str(tmp_path / "board")) as board:
+        for step in range(1, 20_001):
+            board.add_scalar(CE, step / 7, step)
+    (path,) = scalars.event_files(tmp_path / "board")
+    (values,) = scalars.read_board([path]).values()
+    assert values == {step: float(np.float32(step / 7)) for step in range(1, 20_001)}
+    path.write_bytes(path.read_bytes()[:-1])
+    (values,) = scalars.read_board([path]).values()
+    assert list(values) == list(range(1, 20_000)) and "the record has no end yet" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_a_tensor_is_refused(capsys, tmp_path):
+    """A loss of 0 at every step, which is what a TensorBoard tensor (TensorFlow 2's scalars) holds for a simple value."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    writer = EventFileWriter(str(tmp_path / "board"))
+    for step in range(1, 4):
+        for tag in ("not asked for", CE):
+            value = Summary.Value(tag=tag, tensor=make_tensor_proto(np.float32(step)))
+            writer.add_event(Event(step=step, summary=Summary(value=[value])))
+    writer.close()
+    code, _, err = call(capsys, "curves", tmp_path / "board", tmp_path / "board", "--png", tmp_path / "x.png")
+    assert code == 2 and f"step 1: got {CE!r} as tensor, expected a simple value" in err and err.count("\n") == 1
 
 
 def test_references(capsys, tmp_path):
