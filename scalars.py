@@ -170,6 +170,9 @@ def read_board(files: list[Path]) -> Scalars:
                         del values[step]
             for value in event.summary.value:
                 if WANTED.fullmatch(value.tag):
+                    if (kind := value.WhichOneof("value")) != "simple_value":  # of a tensor it would be 0.0
+                        raise DataError(f"{path}: step {event.step}: got {value.tag!r} as {kind}, expected simple_value; "
+                                         "fix: export the run as CSV")  # fmt: skip
                     scalars.setdefault(value.tag, {})[event.step] = value.simple_value
     return scalars
 
