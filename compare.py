@@ -466,23 +466,22 @@ def wander(delta: np.ndarray) -> float:
 def detect(args: argparse.Namespace) -> dict:
     """Where does training loss of A depart from B's while held-out loss does not? Exit code 1 if anywhere.
 
-    A bin of steps is judged by itself. It fires unless
+    A bin of steps fires where D leaves the band [low, high]:
 
-        min(-T, -zN, H - zN, 2H)  <=  D  <=  max(T, zN, H + zN, 2H)
+        low  = min(-max(T, z N), H - z N, 2 H)    with the lowest H
+        high = max( max(T, z N), H + z N, 2 H)    with the highest H
 
-      D  nats/token  difference A - B of training loss, mean over the bin
-      H  nats/token  difference A - B of held-out loss, mean over the sets that both runs have; below, the lowest value
-                     from the evaluation before the bin to the one after it, above, the highest
-      N  nats/token  noise: the standard error of D, or how far D - H wanders from bin to bin if that is more;
-                     wandering is measured about a line, so that a steady departure is no noise
-      T  nats/token  --tolerance
-      z  a number    normal quantile at which all bins together fire by chance in --alpha of comparisons
-      bin  steps     --bin
+    D  nats/token   mean difference (A - B) of training loss in the bin (--bin steps)
+    H  nats/token   difference (A - B) of held-out loss, mean over the sets that both have; every value from the
+                    evaluation before the bin to the one after it
+    N  nats/token   noise of D: its standard error, or the spread of D - H from bin to bin about a line if that is more
+    T  nats/token   --tolerance: what two clean runs may differ by
+    z  no unit      normal quantile at which all bins together fire by chance in --alpha of comparisons
 
-    2H is in the band because models may differ: held-out loss then moves by half as much as training loss, or more. The
-    run whose training loss is lower where a bin fires has probably seen the instances before. Both runs need the same
-    training data: another mix shifts training loss alone, too. Bins farther than a bin from any evaluation are not
-    judged."""
+    N is taken about a line so that a steady departure is no noise. 2 H is allowed because models differ where held-out
+    loss moves by half as much as training loss or more. The run whose training loss is lower where a bin fires has
+    probably seen the instances before. Both runs need the same training data: another mix shifts training loss alone.
+    Bins farther than a bin from any evaluation are not judged."""
     runs = read_runs(args)
     if len(runs) != 2:
         raise DataError(f"got {len(runs)} runs, expected 2; fix: import-wandb makes a folder of each run of a CSV")

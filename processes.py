@@ -234,6 +234,7 @@ class Busy(OSError):
 # The errors of open and flock where a lock file cannot be made, or where the file system has no locks.
 NO_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS,
            errno.ENAMETOOLONG}  # fmt: skip
+WARNED = set()  # locks that cannot be had
 HELD = set()  # descriptors of the locks of this process: a forked child would hold them on after its parent's death
 os.register_at_fork(after_in_child=lambda: [os.close(HELD.pop()) for _ in range(len(HELD))])
 
@@ -254,8 +255,10 @@ def sole_writer(output: str | os.PathLike, wait: float = 0) -> Iterator[None]:
         if isinstance(e, Busy) or e.errno not in NO_LOCK:
             raise
         instead = Path(tempfile.gettempdir())
-        say(f"WARNING: {lock}: no lock here ({e.strerror}); one in {instead} stands for it: other machines are not "
-            "noticed")  # fmt: skip
+        if lock not in WARNED:  # a process may ask for one lock again and again
+            say(f"WARNING: {lock}: no lock here ({e.strerror}); one in {instead} stands for it: other machines are not "
+                "noticed")  # fmt: skip
+            WARNED.add(lock)
         lock = instead / f"olmo-{os.getuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.lock"
         fd = take_lock(lock, path, wait)
     HELD.add(fd)

@@ -171,10 +171,9 @@ def read_board(files: list[Path]) -> Scalars:
                         del values[step]
             for value in event.summary.value:
                 if WANTED.fullmatch(value.tag):
-                    # A tensor's simple_value is 0.0, which would be taken for the loss.
-                    if value.WhichOneof("value") != "simple_value":
-                        raise DataError(f"{path}: step {event.step}: got {value.tag!r} as {value.WhichOneof('value')}, "
-                                        "expected a simple value; fix: export a CSV, then import-wandb")  # fmt: skip
+                    if (kind := value.WhichOneof("value")) != "simple_value":  # of a tensor it would be 0.0
+                        raise DataError(f"{path}: step {event.step}: got {value.tag!r} as {kind}, expected simple_value; "
+                                         "fix: export the run as CSV")  # fmt: skip
                     scalars.setdefault(value.tag, {})[event.step] = value.simple_value
     return scalars
 

@@ -47,6 +47,7 @@ import data
 import model
 import optim
 import train
+from attention import choose_attention
 from config import Config, batch_specs, load_config, make_execution, param_specs, shardings, to_device
 
 CPU = torch.device("cpu")
@@ -146,11 +147,12 @@ def load(transformer: torch.nn.Module, params: dict) -> None:
 
 @cache
 def logits_function(c: model.ModelConfig, attention: str):
-    run = model.Execution(attention, attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=37)
+    function, _ = choose_attention(attention, block=8, splash=None, interpret=True)
+    execution = model.Execution(function, remat=None, scan_unroll=1, loss_chunk=37)
     specs = {name: t.spec for name, t in model.ledger(c).items()}
 
     def body(params, tokens):
-        return model.logits(model.vary(params), model.vary(tokens), None, c, run)
+        return model.logits(model.vary(params), model.vary(tokens), None, c, execution)
 
     tokens = P(("data", "fsdp"), "context")
     mapped = jax.shard_map(body, mesh=one_device(), in_specs=(specs, tokens), out_specs=P(*tokens, "tensor"))
@@ -289,7 +291,7 @@ def our_gradients(c: Config, params: dict, batch: dict, divisor: float):
         return grads, lax.psum(sums, model.AXES)
 
     f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, batch_specs(c)), out_specs=(specs, P()))
-    on_mesh = to_device(batch, np.arange(c.data.global_batch), one_device(), c)
+    on_mesh = to_device(batch, one_device(), c, c.data.global_batch)
     grads, (ce, lse_squared) = jax.tree.map(
         np.asarray, jax.jit(f, compiler_options=c.hardware.xla_flags)(params, on_mesh)
     )
@@ -327,7 +329,7 @@ def loss_pair() -> dict[str, float]:
     # The same through the compiled step, which makes the divisor itself
     mesh = one_device()
     state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
-    on_mesh = to_device(ours, np.arange(4), mesh, c)
+    on_mesh = to_device(ours, mesh, c, 4)
     _, _, metrics = train.compile_train_step(c, mesh)(*state, on_mesh, jnp.int32(1))
     their_ce, their_z = metric(reference.metrics, "CE loss"), metric(reference.metrics, "Z loss unscaled")
     return {
@@ -472,7 +474,7 @@ def training() -> Training:
         params = jax.tree.map(jnp.array, random_params(c.model))  # a copy: the step donates its state
         state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
         for k in range(1, STEPS + 1):
-            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), np.arange(8), mesh, c)
+            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), mesh, c, 8)
             *state, m = step(*state, batch, jnp.int32(k))
             theirs = reference.step(next(batches))
             get = partial(metric, theirs)

@@ -18,6 +18,8 @@ from tensorboardX import SummaryWriter
 import compare
 import data
 import scalars
+from metrics import Board
+from processes import sole_writer
 
 
 def write(path, rows: list[dict], end: str = "\n") -> str:
@@ -337,45 +339,50 @@ def test_event_files_as_tensorboard_reads_them(capsys, tmp_path):
         assert code == 2 and str(newest) in err and "wrong checksum" in err and err.count("\n") == 1
 
 
-def test_every_point_of_a_long_board(capsys, tmp_path):
-    """A reader that samples: TensorBoard's own keeps 10,000 points a tag unless told otherwise, stage 1 logs 141,000. The
-    last record, which a run that goes on has written in part, is left out and nothing else."""
-    with SummaryWriter(str(tmp_path / "board")) as board:
-        for step in range(1, 20_001):
-            board.add_scalar(CE, step / 7, step)
-    (path,) = scalars.event_files(tmp_path / "board")
-    (values,) = scalars.read_board([path]).values()
-    assert values == {step: float(np.float32(step / 7)) for step in range(1, 20_001)}
-    path.write_bytes(path.read_bytes()[:-1])
-    (values,) = scalars.read_board([path]).values()
-    assert list(values) == list(range(1, 20_000)) and "the record has no end yet" in capsys.readouterr().err
+def test_a_long_event_file_is_read_whole(capsys, tmp_path):
+    """A reader that samples: TensorBoard keeps 10,000 points of a tag unless told otherwise, stage 1 logs 141,000. A
+    bit that flipped halfway and ends the curve there without a word, as TensorBoard's own reader does."""
+    board = Board(tmp_path / "board")
+    for step in range(1, 20_001):
+        board.write(step, {CE: step})
+    board.close()
+    files = scalars.event_files(tmp_path / "board")
+    assert scalars.read_board(files) == {CE: {step: step for step in range(1, 20_001)}}
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[:-7])
+    assert scalars.read_board(files) == {CE: {step: step for step in range(1, 20_000)}}
+    assert "the record has no end yet" in capsys.readouterr().err
+    middle = len(whole) // 2
+    files[0].write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(data.DataError, match="wrong checksum"):
+        scalars.read_board(files)
 
 
-def test_a_loss_that_is_a_tensor_is_refused(capsys, tmp_path):
-    """A loss of 0 at every step, which is what a TensorBoard tensor (TensorFlow 2's scalars) holds for a simple value."""
+def test_a_loss_logged_as_a_tensor_is_refused(capsys, tmp_path):
+    """TensorFlow 2's summaries hold tensors: read as scalars their losses were 0.0 at every step."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
     from tensorboard.util.tensor_util import make_tensor_proto
+    from tensorboardX.record_writer import RecordWriter
 
-    writer = EventFileWriter(str(tmp_path / "board"))
-    for step in range(1, 4):
-        for tag in ("not asked for", CE):
-            value = Summary.Value(tag=tag, tensor=make_tensor_proto(np.float32(step)))
-            writer.add_event(Event(step=step, summary=Summary(value=[value])))
+    good = as_metrics(tmp_path / "good", losses())
+    path = tmp_path / "events.out.tfevents.1"
+    writer = RecordWriter(str(path))
+    value = Summary.Value(tag=CE, tensor=make_tensor_proto(2.5))
+    writer.write(Event(wall_time=1, step=7, summary=Summary(value=[value])).SerializeToString())
     writer.close()
-    code, _, err = call(capsys, "curves", tmp_path / "board", tmp_path / "board", "--png", tmp_path / "x.png")
-    assert code == 2 and f"step 1: got {CE!r} as tensor, expected a simple value" in err and err.count("\n") == 1
+    code, _, err = call(capsys, "curves", path, good, "--png", tmp_path / "x.png")
+    assert code == 2 and "step 7: got 'train/CE loss' as tensor" in err and err.count("\n") == 1
 
 
 def test_references(capsys, tmp_path):
     """A reference that cannot be read; means of steps far apart compared with single steps."""
     for path in sorted(scalars.REFERENCES.glob("*.csv")):
-        ((name, source, scalars),) = scalars.find_scalars(path.stem)
-        assert name == path.stem and set(map(bool, scalars.values())) == {True}
-        assert scalars.make_run(name, source, scalars, "refuse").z_loss == "none"
-    ((_, _, scalars),) = scalars.find_scalars("olmo3-7b")
-    reference = scalars.make_run("", "", scalars, "refuse")
+        ((name, source, logged),) = scalars.find_scalars(path.stem)
+        assert name == path.stem and set(map(bool, logged.values())) == {True}
+        assert scalars.make_run(name, source, logged, "refuse").z_loss == "none"
+    ((_, _, logged),) = scalars.find_scalars("olmo3-7b")
+    reference = scalars.make_run("", "", logged, "refuse")
     assert reference.training.counts[reference.training.steps == 1_300_000] == [8]
     assert {k: s.values[-1] for k, s in reference.heldout.items()} == {
         "c4_en-validation": 2.4691, "pile-validation": 1.7762, "dolma_common-crawl-validation": 2.6007,
@@ -386,7 +393,7 @@ def test_references(capsys, tmp_path):
     tag = "eval/lm/c4_en-validation/CE loss"
     run = {
         CE: dict(zip(steps.tolist(), mine.tolist(), strict=True)),
-        tag: {s: x - 0.01 for s, x in scalars[tag].items()},
+        tag: {s: x - 0.01 for s, x in logged[tag].items()},
     }
     code, report, _ = call(
         capsys, "curves", as_metrics(tmp_path / "mine", run), "olmo3-7b", "--png", tmp_path / "x.png"
@@ -493,7 +500,7 @@ def test_two_at_once(capsys, tmp_path):
     export = as_chart(tmp_path / "e.csv", {"m": losses()})
     for output, *argv in ((png, "curves", a, a, "--png", png), (png, "detect", a, a, "--png", png),
                           (out, "import-wandb", export, out)):  # fmt: skip
-        with data.sole_writer(output):
+        with sole_writer(output):
             code, _, err = call(capsys, *argv)
             assert (
                 code == 1 and err.count("\n") == 1 and f"{output}: is being written by process {os.getpid()} on" in err

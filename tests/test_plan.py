@@ -241,7 +241,7 @@ TINY = (
 @pytest.mark.parametrize(
     ("sizes", "sets", "hoisted"),
     [
-        ((2, 4, 1, 1), ["remat=[x, q, k, v, context, attn_out, ffn_out]"], {}),
+        ((2, 4, 1, 1), ["remat=[x, q, k, v, heads_out, attn_out, ffn_out]"], {}),
         (
             (1, 2, 2, 2),
             ["remat=[x]", "microbatch=4"],

@@ -60,7 +60,13 @@ KINDS = {
     "ppermute": "permute",
 }
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
-HELPERS = ("vary", "gather_weight")  # functions whose caller says more about where a collective stands
+HELPERS = (
+    "vary",
+    "gather_weight",
+    "gather_head",
+    "apply",
+    "scan_layers",
+)  # their callers say more about where it stands
 
 
 class Collective(NamedTuple):
