@@ -8,9 +8,9 @@
 For `exact`, A and B are run directories, or files as train.py writes them: one JSON object a line, with "step" and
 quantities, in the order of the steps. They are read side by side, a step at a time: runs of any length fit in memory.
 Numbers of a clock are left out, since they differ between two runs that compute the same. Their names are
-throughput/device/* (speeds) and end in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else is compared,
-counts of tokens too. null stands for a number that is not finite. It equals null, and no number; the report counts
-the steps at which both runs hold it.
+throughput/device/* (speeds) and end in "_s", "(s)" or "time" (durations) or in "timestamp". Everything else is
+compared, counts of tokens too. null stands for a number that is not finite. It equals null, and no number; the report
+counts the steps at which both runs hold it.
 
 `curves` and `detect` also read folders of TensorBoard event files (ours, MaxText's, or what import-wandb made of
 OLMo-core's), CSV exports of W&B, and references by name: references/NAME.csv. A step at which a run holds null is left
@@ -220,10 +220,10 @@ def spread(x: np.ndarray) -> float:
 
 
 def compare_bins(a: Series, b: Series, width: int) -> Bins:
-    """Bins hold steps 1 to width, width + 1 to 2 width, ... Steps of both runs are paired where at least half of the steps
-    of one are steps of the other: the noise of a common batch cancels. Else means are compared. A value that is a mean
-    itself (a reference's) is compared with the other run's mean over `width` steps about it. A step at which either
-    series is not a number counts in no bin."""
+    """Bins hold steps 1 to width, width + 1 to 2 width, ... Steps of both runs are paired where at least half of the
+    steps of one are steps of the other: the noise of a common batch cancels. Else means are compared. A value that is a
+    mean itself (a reference's) is compared with the other run's mean over `width` steps about it. A step at which
+    either series is not a number counts in no bin."""
     rows = []  # of Bins; instead of the error the spread of single steps and how many the difference is worth
     a, b = numbers_in_all([a, b])
     for x, y, sign in ((a, b, 1), (b, a, -1)):
@@ -742,8 +742,8 @@ def main(argv=None) -> int:
     try:
         with sole_writer(args.png) if hasattr(args, "png") else contextlib.nullcontext():
             report = args.function(args)
-    # Not processes.run_command: there any ValueError is wrong input until the inputs are checked. Here inputs are read and
-    # judged in one pass, and a ValueError that is no DataError is our own bug, which keeps its traceback.
+    # Not processes.run_command: there any ValueError is wrong input until the inputs are checked. Here inputs are read
+    # and judged in one pass, and a ValueError that is no DataError is our own bug, which keeps its traceback.
     except DataError as e:
         print(f"compare.py: error: {e}", file=sys.stderr)
         return 2

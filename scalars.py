@@ -161,7 +161,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_board(files: list[Path]) -> Scalars:
-    """As TensorBoard shows them: steps that a restarted run purges are gone. Of a step logged twice the last value counts."""
+    """As TensorBoard shows them: steps that a restarted run purges are gone. Of two values of a step the last counts."""
     scalars: Scalars = {}
     for path in files:
         for event in read_events(path):
@@ -241,7 +241,7 @@ def csv_number(cell: str, where: str, column: str, finite: bool = True) -> float
 
 
 class Series(NamedTuple):
-    """A quantity by step: steps int64, values float64, and over how many steps each value is the mean; equal lengths."""
+    """A quantity by step: steps int64, values float64, and how many steps each value is the mean of; equal lengths."""
 
     steps: np.ndarray
     values: np.ndarray

@@ -333,7 +333,7 @@ def test_event_files_as_tensorboard_reads_them(capsys, tmp_path):
     newest.write_bytes(whole[:-7])  # its last record is being written
     code, report, err = call(capsys, "curves", folder, folder, "--png", tmp_path / "x.png")
     assert code == 0 and report["runs"][0]["last"] == 48 and "the record has no end yet" in err
-    for at in (3, len(whole) // 2, len(whole) - 20):  # a length, a value; EventAccumulator passes over the rest
+    for at in (3, len(whole) - 20):  # a length, a value
         newest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         code, _, err = call(capsys, "curves", folder, folder)
         assert code == 2 and str(newest) in err and "wrong checksum" in err and err.count("\n") == 1
