@@ -196,6 +196,7 @@ def test_learning_rate_refuses_what_is_not_a_step():
         ("skip_window", 2**31),
         ("skip_sigma", math.inf),
         ("max_nonfinite_steps", 0),
+        ("max_nonfinite_steps", True),  # Python counts it as 1
     ],
 )
 def test_optim_config_refuses(key, value):
@@ -265,6 +266,13 @@ def test_first_step_that_can_be_skipped(n, first):
             trace = [values[1:].copy() for values in series(first + 1)]
             trace[which][at - 1] += 1000
             assert skipped_steps(*trace, n) == sorted({*always, *([at] if at >= first else [])}), (at, which)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(2, [2]), (5, [2]), (6, []), (128, [])])
+def test_one_value_has_no_deviation(n, expected):
+    """Fault: 0 for the deviation of one value, which torch gives as NaN: OLMo-core then skips step 2 though all values are
+    equal. From two equal values on the deviation is 0, and a value at the mean is within: < for <= would skip it."""
+    assert skipped_steps(np.full(200, 2.3), np.full(200, 0.4), n) == expected
 
 
 def test_old_values_leave_a_short_window():
