@@ -19,7 +19,7 @@ import sys
 import types
 import typing
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 
 import jax
@@ -140,7 +140,7 @@ class Config:
     def tokens_a_step(self) -> int:
         return self.data.global_batch * self.data.sequence_length
 
-    @property
+    @cached_property
     def parameter_sizes(self) -> dict[str, int]:
         """Name -> number of parameters, in the order of the ledger."""
         return {name: math.prod(tensor.shape) for name, tensor in model.ledger(self.model).items()}

@@ -40,6 +40,7 @@ import re
 import shlex
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -130,6 +131,8 @@ class Index:
         for name, token in (("eos_id", self.eos_id), ("pad_id", self.pad_id)):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise DataError(f"{name}: got {token}, expected an id below the vocabulary size {self.vocab_size}")
+        if len({f.path for f in self.files}) < len(self.files):
+            raise DataError(f"files: got {len(self.files)} entries, expected every path once")
         for f in self.files:
             if f.path.startswith("/") or ".." in f.path.split("/"):
                 raise DataError(f"{f.path}: expected a path below the data root")
@@ -290,8 +293,15 @@ def load_index(path: str | os.PathLike) -> Index:
 
 def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
     """How a token file differs from its index entry, or None. read=False looks at its size only."""
-    size = patiently(lambda: path.stat().st_size if path.is_file() else None, path)
-    if size is None:
+
+    def look() -> int | None:  # not is_file, which takes an error that may pass for a missing file
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    if (size := patiently(look, path)) is None:
         return f"{path}: got no such file (missing), expected {file.bytes} bytes; fix: fetch it, or give --data-root"
     if size != file.bytes:
         kind = "empty" if size == 0 else "odd" if size % itemsize else "short" if size < file.bytes else "long"

@@ -242,6 +242,9 @@ def skip_step_adamw(
     for leaves that are not fp32 and for a mask that does not fit the parameters or selects none of them.
     """
     check_schedule(schedule)
+    # Text such as "no" counts as True, and would decay.
+    bools = all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(decay_mask))
+    require(bools, "decay mask", decay_mask, "True or False on every leaf")
     # A pattern of names that matches nothing would train without weight decay, and nothing else would show it.
     selected = any(jax.tree.leaves(decay_mask)) or config.weight_decay == 0
     require(selected, "decay mask", "no leaf selected", "at least one; fix: correct it or set weight_decay to 0.0")

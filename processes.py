@@ -475,6 +475,13 @@ def check_port(coordinator: str) -> None:
                             "port, or end the process that uses it") from e  # fmt: skip
 
 
+def multihost():
+    """What lets processes agree; jax is imported by now."""
+    from jax.experimental import multihost_utils
+
+    return multihost_utils
+
+
 class Stop:
     """SIGTERM or Ctrl-C: finish the step, save, leave. With several processes JAX's own sync point decides."""
 
@@ -490,11 +497,8 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     def requested(self, step: int) -> bool:
-        if process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            if multihost_utils.reached_preemption_sync_point(step):
-                self.code = EXIT_PREEMPTED
+        if process_count() > 1 and multihost().reached_preemption_sync_point(step):
+            self.code = EXIT_PREEMPTED
         return self.code is not None
 
 
@@ -502,36 +506,28 @@ def on_process_0(value: bool) -> bool:
     """Process 0's answer, in all processes: it alone reads the metrics file."""
     if process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
+    return bool(multihost().broadcast_one_to_all(np.bool_(value)))
 
 
 def first_of_any_process(text: str | None) -> str | None:
     """The text of the first process that has one, in all processes."""
     if process_count() == 1:
         return text
-    from jax.experimental import multihost_utils
-
     letters = np.frombuffer((text or "").encode()[:512].ljust(512, b"\0"), np.uint8)
-    texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(letters))
+    texts = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost().process_allgather(letters))
     return next((f"process {i}: {text}" for i, text in enumerate(texts) if text), None)
 
 
 def wait_for_processes(where: str) -> None:
     if process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(where)
+        multihost().sync_global_devices(where)
 
 
 def check_shared(folder: Path) -> None:
     """All processes see the same folder; else ValueError. A checkpoint in parts on several disks could never be read."""
     if process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
-    mark = folder / f"shared.{int(multihost_utils.broadcast_one_to_all(np.int64(time.time_ns())))}"
+    mark = folder / f"shared.{int(multihost().broadcast_one_to_all(np.int64(time.time_ns())))}"
     if speaks():
         mark.touch()
     wait_for_processes(f"{mark.name} is there")

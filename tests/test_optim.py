@@ -316,6 +316,12 @@ def test_weight_decay_reaches_exactly_the_masked_leaves():
         np.testing.assert_allclose(new["layer"][name], 0.99 * params["layer"][name], rtol=2e-7)
 
 
+def test_decay_mask_holds_bools():
+    """The text "no", which counts as True: weight decay on a tensor that was to have none."""
+    with pytest.raises(ValueError, match="decay mask: got .*'no'.*, expected True or False on every leaf"):
+        skip_step_adamw(CONFIG, CONSTANT, {"w": True, "b": "no"})
+
+
 def test_decay_mask_must_fit_and_select_something():
     """Fault: a name pattern that matches nothing, a leaf without an entry."""
     with pytest.raises(ValueError, match="decay mask: got 'no leaf selected'.*; fix: "):
