@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,10 +14,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "bench", "tools")]
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 import zstandard  # noqa: E402
 from corpora import TEXTS, S, make_index, random_tokens, run  # noqa: E402
-from harness import House  # noqa: E402
+from harness import House, use_devices  # noqa: E402
+
+import train  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +92,22 @@ def packages(tmp_path_factory):
     (folder / "gensim/test/test_data").mkdir(parents=True)
     (folder / "gensim/test/test_data/lee.cor").write_text("News.\n")
     return folder
+
+
+@pytest.fixture
+def main(house, monkeypatch):
+    """train.main in this process, on one device: main(run_dir, *overrides) -> exit code."""
+    use_devices(monkeypatch, 1)
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    keep = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in keep}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+    def call(run_dir: Path, *overrides: str, extra=()) -> int:
+        return train.main(house.argv(run_dir, *overrides, extra=extra))
+
+    yield call
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -19,6 +19,7 @@ import compare
 import convert
 import data
 import model
+import train
 from checkpoint import FORMAT_VERSION
 from config import assemble_config, science_dict
 from processes import HERE
@@ -120,6 +121,44 @@ def use_devices(monkeypatch, n: int) -> None:
     """Meshes are made of the first n of conftest's eight devices."""
     devices = jax.local_devices()[:n]
     monkeypatch.setattr(jax, "devices", lambda *backend: devices)
+
+
+def snapshot(folder: Path) -> dict[str, tuple]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file()}
+
+
+def schedule_of(total: int):
+    """Learning rate of the tiny recipe, written out: 4 steps up from 0 to 1e-2, then a cosine to 1e-3."""
+    return lambda s: 1e-2 * s / 4 if s < 4 else 1e-3 + 9e-3 * (1 + np.cos(np.pi * (s - 4) / (total - 4))) / 2
+
+
+def largest(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def refused(capsys, argv: list[str]) -> str:
+    """The one line on standard error of a start that ends with exit code 2."""
+    capsys.readouterr()
+    assert train.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: "), err
+    return err
 
 
 def free_port() -> int:

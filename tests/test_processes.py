@@ -5,8 +5,10 @@ Two processes of one device each must give the bits of one process with two devi
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -31,9 +33,10 @@ from safetensors import safe_open
 import convert
 import data
 import evaluate
+import train
 from config import load_config
 from metrics import is_evaluation
-from processes import HEARTBEAT
+from processes import HEARTBEAT, Alive
 
 ENDS_WITHIN = 15  # seconds after another process's death, where a collective notices it; otherwise HEARTBEAT
 
@@ -279,3 +282,51 @@ def test_four_processes(house, calm, tmp_path):
     house.run(run_dir, CALM, devices=8)
     got = [r for r in rows(run_dir) if not (is_evaluation(r) and r["step"] == 8)]  # its run.steps was 8
     close_to(got, rows(calm))
+
+
+def test_port_that_is_taken(house, tmp_path, capsys):
+    """A segmentation fault of JAX's coordinator, without a word, where its port is another's."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        several = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "1", "--process-id", "0")
+        assert train.main(house.argv(tmp_path / "run", extra=several)) == 1
+    err = capsys.readouterr().err
+    assert f"port {port} cannot be listened at (Address already in use)" in err and err.count("\n") == 1
+    assert train.main(house.argv(tmp_path / "run", extra=(several[0], "127.0.0.1:99999", *several[2:]))) == 2
+    assert "got port 99999" in capsys.readouterr().err
+
+
+def test_signs_of_life(capsys):
+    """A launcher that takes a long compilation or evaluation for a hang; a process that hangs and still says that it is
+    alive."""
+    alive = Alive(every=0.2)
+    lines = []
+
+    def said() -> list[str]:
+        lines[:] = capsys.readouterr().err.splitlines()
+        return lines
+
+    try:
+        alive.now("compiling", busy=True)
+        until = time.process_time() + 2
+        while time.process_time() < until:  # work
+            pass
+        assert sum(line.startswith("compiling (00:0") for line in said()) >= 2  # the first tells of the new phase alone
+        alive.now("evaluating 50 batches")
+        for _ in range(20):
+            time.sleep(0.05)
+            alive.tick()
+        assert any(re.match(r"evaluating 50 batches, \d+ done \(00:0", line) for line in said())
+        until = time.process_time() + 1
+        time.sleep(0.5)  # what was done before is said once more at most
+        said()
+        while time.process_time() < until:  # spinning is no progress where there is something to count
+            pass
+        assert said() == []
+        alive.now("saving", busy=True)
+        time.sleep(0.5)  # the new phase is said
+        said()
+        time.sleep(1)
+        assert said() == []
+    finally:
+        alive.close()

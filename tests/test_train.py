@@ -4,13 +4,8 @@ What a process does (kill -9, SIGTERM, exit codes) is tried on real processes. T
 `train.py` and sends itself a signal at an exact place, so that no test depends on how fast the machine is.
 """
 
-import asyncio
 import contextlib
-import dataclasses
 import fcntl
-import fnmatch
-import glob
-import importlib.util
 import json
 import os
 import pty
@@ -18,22 +13,17 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
-import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 import yaml
 from harness import (
     BATCH,
@@ -45,48 +35,25 @@ from harness import (
     assert_same_checkpoint,
     assert_same_run,
     board,
+    flip,
+    largest,
+    refused,
     restore,
     rows,
+    schedule_of,
+    snapshot,
     steps_in,
     use_devices,
     write_corpus,
 )
-from orbax.checkpoint._src.asyncio_utils import run_sync
 
-import checkpoint
-import config
 import data
-import metrics
 import model
-import processes
 import train
-import vocabulary
-from checkpoint import FORMAT_VERSION, Checkpoints, DamagedCheckpoint, LiteralPath, check_whole, read_item, read_meta
-from config import Config, load_config, local_rows, make_mesh, pin_settings, to_device
-from metrics import MetricsLog, Skips, flops_per_token, is_evaluation, step_metrics, utilisation
-from processes import Alive, RunFailed, sole_writer
-
-
-@pytest.fixture
-def main(house, monkeypatch):
-    """train.main in this process, on one device: main(run_dir, *overrides) -> exit code."""
-    use_devices(monkeypatch, 1)
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    keep = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in keep}
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-    def call(run_dir: Path, *overrides: str, extra=()) -> int:
-        return train.main(house.argv(run_dir, *overrides, extra=extra))
-
-    yield call
-    for s, handler in handlers.items():
-        signal.signal(s, handler)
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-# ------------------------------------------------------------------------------------------------------------ resume
+from checkpoint import read_meta
+from config import Config, load_config, local_rows, make_mesh, to_device
+from metrics import is_evaluation
+from processes import sole_writer
 
 
 def test_straight_run(straight):
@@ -158,10 +125,6 @@ def test_signals_save_the_last_finished_step(house, straight, tmp_path):
         assert "held-out" not in err if newest <= 6 else "step 6: held-out CE" in err
     house.run(tmp_path, "loader_workers=1")
     assert_same_run(tmp_path, straight)
-
-
-def snapshot(folder: Path) -> dict[str, tuple]:
-    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file()}
 
 
 def test_complete_run_is_left_alone(main, straight, tmp_path, capsys):
@@ -239,11 +202,6 @@ def test_checkpoint_without_its_data_position(main, straight, tmp_path, capsys):
     assert snapshot(run_dir / "tensorboard") | {"metrics": (run_dir / "metrics.jsonl").read_bytes()} == before
 
 
-def schedule_of(total: int):
-    """Learning rate of the tiny recipe, written out: 4 steps up from 0 to 1e-2, then a cosine to 1e-3."""
-    return lambda s: 1e-2 * s / 4 if s < 4 else 1e-3 + 9e-3 * (1 + np.cos(np.pi * (s - 4) / (total - 4))) / 2
-
-
 def test_logged_learning_rate_is_the_applied_one(house, straight, monkeypatch):
     """A first update at rate 0, or a logged rate that is one step off the one used. With fresh moments Adam's
     first update is -lr * sign(gradient), so the rate can be read off a parameter without decay."""
@@ -256,45 +214,6 @@ def test_logged_learning_rate_is_the_applied_one(house, straight, monkeypatch):
     assert moved == pytest.approx(1e-2 / 4, rel=1e-3)
 
 
-def test_metric_names_are_those_of_the_dashboard(straight):
-    """A curve that cannot be laid over Ai2's because its tag is spelt otherwise (facts: OLMo-core's callbacks)."""
-    tags = set(board(straight))
-    for name in (
-        "train/CE loss", "train/PPL", "train/Z loss", "train/Z loss unscaled", "train/masked labels (%)",
-        "train/masked instances (%)", "optim/total grad norm", "optim/LR (group 0)", "optim/LR (group 1)",
-        "optim/step skipped", "optim/step_skipped", "throughput/total tokens", "perf/total_tokens",
-        "throughput/device/TPS", "throughput/device/BPS", "throughput/device/data loading (s)",
-        "throughput/device/data loading (%)", "throughput/device/TPS (actual avg)", "throughput/device/flopsPS",
-        "throughput/device/BPS (actual avg)", "throughput/device/flopsPS (actual avg)", "throughput/total petaflops",
-        "throughput/chinchilla multiple", "throughput/in-loop eval time (s)", "throughput/in-loop eval batches",
-        "eval/lm/web/CE loss", "eval/lm/code/PPL", "checkpoint/save_duration_s", "checkpoint/save_async_duration_s",
-    ):  # fmt: skip
-        assert name in tags
-    first = rows(straight)[0]
-    assert first["train/Z loss"] == pytest.approx(1e-5 * first["train/Z loss unscaled"])
-    assert first["train/PPL"] == pytest.approx(np.exp(first["train/CE loss"]))
-    c = load_config("stage1", "cpu", [])
-    assert flops_per_token(c) == pytest.approx(4.9377e10, rel=1e-5)  # OLMo-core's number for the 7B at 8192
-    assert first["train/masked labels (%)"] == pytest.approx(1 / SEQUENCE)  # a proportion, as in OLMo-core
-
-
-# ------------------------------------------------------------------------------------------------ damaged checkpoints
-
-
-def test_utilisation_of_the_case_study():
-    """FLOPs that leave out the head or count padding rows and norms, a window counted as full, a chip for a device."""
-    c = load_config("stage1", "ironwood", [])
-    got = utilisation(c, 4 * 8192 / 3.05, "TPU7x")  # 4 sequences a device, 3.05 s a step
-    expected = {
-        "throughput/device/TFLOPs (full causal)": 513.1,
-        "throughput/device/MFU (full causal)": 44.5,
-        "throughput/device/MFU (window-correct)": 43.4,
-    }
-    assert {tag: round(got[tag], 1) for tag in expected} == expected
-    assert flops_per_token(c) == pytest.approx(4.9377e10, rel=1e-4)  # OLMo-core's own number
-    assert set(utilisation(c, 1e4, "cpu")) == {tag for tag in got if "TFLOPs" in tag}  # no peak, no MFU
-
-
 def test_profile(main, tmp_path, capsys):
     """A trace that is empty, never closed, or of other steps than it says; one without the names of the source."""
     for steps in (8, 4):  # the second run ends before its profile would
@@ -305,320 +224,6 @@ def test_profile(main, tmp_path, capsys):
         assert len(traces) == 1 and traces[0].stat().st_size > 10_000
     assert main(tmp_path / "other", extra=("--profile", "-1")) == 2
     assert "--profile: got -1" in capsys.readouterr().err
-
-
-def test_padding_is_reported(house, main, tmp_path, capsys, monkeypatch):
-    """A pad mask whose share no metric tells, or that counts filtered rows and last positions; data without EOS, or
-    with unmasked padding, that training takes without a word."""
-    monkeypatch.setattr(vocabulary, "EOS_WITHIN", 600)  # three batches of 8 x 32
-    assert main(tmp_path, "run.steps=4", "run.eval_index=null", "data.mask_token=5") == 0
-    err = capsys.readouterr().err
-    assert "is in none of" not in err and err.count("of the first") == 0  # EOS is there, and there is no pad id
-    c = load_config(str(house.config), "cpu", ["data.mask_token=5"])
-    source = data.open_data(c.data, order_dir=tmp_path / "order")
-    for row, position in zip(rows(tmp_path), range(0, 32, 8), strict=True):
-        share = np.mean(source.batch_at(position)["labels"][:, :-1] == 5)
-        assert row["train/padding labels (%)"] == pytest.approx(share) and share > 0
-        assert row["train/masked labels (%)"] == pytest.approx(1 - (1 - share) * 31 / 32)
-    m = {"labels": 2 * 31 - 6, "filtered": 6} | dict.fromkeys(("ce", "z_unscaled", "grad_norm", "lr", "skipped"), 0)
-    assert step_metrics(m, 1, 8, c)["train/padding labels (%)"] == pytest.approx(6 / 62)
-    assert "train/padding labels (%)" not in step_metrics(m | {"labels": 0, "filtered": 8}, 1, 8, c)
-
-    monkeypatch.setattr(vocabulary.TokenCheck, "__call__", lambda self, tokens: [f"odd: {tokens.shape}"])
-    assert main(tmp_path / "odd", "run.steps=1", "run.eval_index=null") == 0
-    assert "odd: (8, 32)" in capsys.readouterr().err
-
-
-def largest(folder: Path) -> Path:
-    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-def replace_text(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
-DAMAGE = {
-    "empty directory": (lambda s: (shutil.rmtree(s), s.mkdir()), "meta"),
-    "no meta": (lambda s: shutil.rmtree(s / "meta"), "meta"),
-    "no params": (lambda s: shutil.rmtree(s / "params"), "params"),
-    "no opt_state": (lambda s: shutil.rmtree(s / "opt_state"), "opt_state"),
-    "flipped bit in the position": (
-        lambda s: replace_text(s / "meta" / "metadata", '"instances_seen": 128', '"instances_seen": 120'),
-        "meta",
-    ),
-    "truncated meta": (lambda s: truncate(s / "meta" / "metadata"), "meta"),
-    "truncated params": (lambda s: truncate(largest(s / "params")), ""),
-    "truncated opt_state": (lambda s: truncate(largest(s / "opt_state")), ""),
-    "flipped bit in opt_state": (lambda s: flip(largest(s / "opt_state")), ""),
-    "params without a data file": (lambda s: largest(s / "params" / "ocdbt.process_0").unlink(), ""),
-    "params without their tree": (lambda s: (s / "params" / "_METADATA").unlink(), "params"),
-    "params with half a tree": (lambda s: truncate(s / "params" / "_METADATA"), "params"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_checkpoint_is_set_aside(main, straight, tmp_path, capsys, kind):
-    """Orbax's "latest": a step that cannot be read which stops the run, is read in part, or is deleted. Reads
-    that outlive the loop they report to: tracebacks, and once a crash."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    damage, named = DAMAGE[kind]
-    newest = run_dir / "checkpoints" / "16"
-    damage(newest)
-    files = sorted(p.name for p in newest.rglob("*"))
-    assert main(run_dir) == 0
-    err = capsys.readouterr().err
-    assert f"checkpoint {newest} is damaged" in err and named in err and "Traceback" not in err
-    assert f"resuming from {run_dir / 'checkpoints' / '12'}: {12 * BATCH} instances" in err
-    assert steps_in(run_dir) == {"4", "8", "12", "16", "16.damaged"}
-    assert sorted(p.name for p in (run_dir / "checkpoints" / "16.damaged").rglob("*")) == files
-    assert [json.dumps(r) for r in rows(run_dir)] == [json.dumps(r) for r in rows(straight)]
-    assert_same_checkpoint(run_dir, straight)
-
-
-def tiny_state():
-    params = {"embed": jnp.arange(12.0).reshape(3, 4), "wq": jnp.ones((2, 3, 5))}
-    return params, optax.adam(0.1).init(params)[0]
-
-
-ODD_NAMES = [
-    "a b[1]#2%ü*?", "**", "[!a]", "-dash", "{a}$HOME;`x`", "new\nline", "'single\"double", "x~", "..x", " ", "s3:", "gs",
-    "a:b|c", "%s%d%20", "1.orbax-checkpoint-tmp", "ocdbt.process_0", "n" * 200,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_checkpoints_below_any_name(tmp_path, name):
-    """A name that a library reads as a pattern, an address or a format: a checkpoint that is reported as saved and lacks
-    its arrays, or lies elsewhere, or is never deleted; the leavings of another that was killed taken for one."""
-    folder = tmp_path / name / "checkpoints"
-    params, state = tiny_state()
-    meta = {"format_version": FORMAT_VERSION, "step": 0, "instances_seen": 0, "data": {}, "config": {}}
-    (folder / "3.orbax-checkpoint-tmp" / "params.orbax-checkpoint-tmp").mkdir(parents=True)
-    for steps in ((1, 2), (3,)):
-        checkpoints = Checkpoints(folder, 1)
-        for step in steps:
-            checkpoints.save(step, params, state._replace(mu=jax.tree.map(lambda x: x + step, params)), meta)  # noqa: B023
-        checkpoints.close()
-    assert [p.name for p in folder.iterdir()] == ["3"]
-    assert read_meta(folder / "3") == meta
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    for item, tree in (("params", params), ("opt_state", state._replace(mu=jax.tree.map(lambda x: x + 3, params)))):
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-        jax.tree.map(np.testing.assert_array_equal, read_item(folder / "3", item, target), tree)
-
-
-def test_checkpoints_behind_a_link(tmp_path):
-    """ "link/.." that one library takes for the folder above the link and another for the one above what it points to: the
-    arrays of a checkpoint far from its metadata. A link is also the way out where a name is refused."""
-    (tmp_path / "far" / "off\\").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "far" / "off\\")
-    params, state = tiny_state()
-    for folder in (tmp_path / "link" / ".." / "up", tmp_path / "link" / "down"):
-        checkpoints = Checkpoints(folder, None)
-        checkpoints.save(1, params, state, {})
-        checkpoints.close()
-    for folder in (tmp_path / "far" / "up", tmp_path / "far" / "off\\" / "down"):
-        assert (folder / "1" / "params" / "manifest.ocdbt").is_file()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["far", "link"]
-
-
-@pytest.mark.parametrize(
-    "path, named",
-    [
-        ("back\\slash", "a backslash"),
-        ("logs:/x", "ends in gs:"),
-        ("logs:", "ends in gs:"),
-        ("x.__lock/y", "ends in .__lock"),
-        (os.fsdecode(b"caf\xe9"), "not UTF-8"),
-        ("/gs/bucket/x", "called as a bucket"),
-    ],
-)
-def test_paths_that_orbax_cannot_write(house, main, tmp_path, capsys, path, named):
-    """A run of hours that meets at its first save, or never, that its checkpoints cannot lie there; arrays that are
-    written into another folder (a backslash)."""
-    assert main(tmp_path / path) == 2
-    assert named in (err := capsys.readouterr().err.splitlines()[-1]) and "symbolic link" in err
-    assert not list(tmp_path.rglob("checkpoints"))
-
-
-@pytest.mark.parametrize("name", ["s3:x", "gs:", "%s[1]"])
-def test_log_below_any_name(tmp_path, monkeypatch, name):
-    """A relative folder whose name begins as an address: TensorBoard's writer asks for a library of that storage."""
-    monkeypatch.chdir(tmp_path)
-    Path(name).mkdir()
-    log = MetricsLog(Path(name), 0, Path(name))
-    log.write(1, {"train/CE loss": 2.5})
-    log.close()
-    assert board(tmp_path / name) == {"train/CE loss": [1]} and rows(tmp_path / name)[0]["step"] == 1
-
-
-def test_save_that_is_not_whole_is_no_checkpoint(tmp_path, monkeypatch):
-    """A listing that does not show what the processes wrote (a name taken for a pattern, a file system that lags): an
-    empty checkpoint that is reported as saved, for which the good one before it is deleted; several processes that wait
-    20 minutes for each other before they say so."""
-    params, state = tiny_state()
-    checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(1, params, state, {})
-    checkpoints.wait()
-    monkeypatch.setattr(LiteralPath, "glob", lambda self, pattern: iter(()))
-    checkpoints.save(2, params, state, {})
-    monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)  # the others wait for this process
-    with pytest.raises(RunFailed, match="/2: a checkpoint could not be written: item 'params' cannot be read: NOT_F"):
-        checkpoints.wait()
-    assert {p.name for p in tmp_path.iterdir()} == {"1", "2.orbax-checkpoint-tmp"}
-
-
-def test_chunk_that_is_missing_is_named(tmp_path):
-    """A checkpoint without the part of one process: every leaf is listed, the numbers of some are not all there."""
-    params, state = tiny_state()
-    checkpoints = Checkpoints(tmp_path, None)
-    checkpoints.save(1, params, state, {})
-    checkpoints.close()
-    check_whole(tmp_path / "1" / "params", params)
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/1/params/"}}
-    ts.KvStore.open(store).result().write("wq/0.0.0", None).result()
-    with pytest.raises(DamagedCheckpoint, match="item 'params': wq: got 0 of 1 chunks"):
-        check_whole(tmp_path / "1" / "params", params)
-
-
-def test_reads_end_before_the_loop_they_report_to(monkeypatch):
-    """What Orbax does at the first leaf that fails: a loop closed under the other reads, which crashed a process. Event
-    loop policies, which warn from Python 3.14 on and are gone in 3.16."""
-    asyncio.set_event_loop(None)  # Python's own policy is made at the first need
-    for name in ("set_event_loop_policy", "get_event_loop_policy", "DefaultEventLoopPolicy"):
-        monkeypatch.delattr(asyncio, name, raising=False)
-    spec = importlib.util.spec_from_file_location("checkpoint_without_policies", checkpoint.__file__)
-    later = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, later)
-    spec.loader.exec_module(later)
-    ended = []
-
-    async def other_leaf():
-        await asyncio.sleep(0.1)
-        ended.append(True)
-
-    async def damaged_leaf():
-        raise ValueError("not a chunk")
-
-    async def leaves():
-        await asyncio.gather(damaged_leaf(), other_leaf())
-
-    with pytest.raises(later.DamagedCheckpoint, match="not a chunk"):
-        later.read_arrays(lambda: run_sync(leaves()))
-    assert ended == [True]
-
-
-def test_directory_that_was_never_saved_is_set_aside(main, straight, tmp_path, capsys):
-    """Orbax takes an empty directory "18" for the newest step, and then refuses to save step 17."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    (run_dir / "checkpoints" / "18").mkdir()
-    assert main(run_dir, "run.steps=17") == 0
-    assert "checkpoints/18 is damaged" in capsys.readouterr().err
-    assert steps_in(run_dir) == {"4", "8", "12", "16", "17", "18.damaged"}
-
-
-def test_damaged_metrics_file(main, straight, tmp_path, capsys):
-    """Zeros that a machine which lost power left behind the checkpoint and that end every start; ones before it that
-    cost all lines after them; a file that is gone without a word."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    metrics = run_dir / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    shutil.rmtree(run_dir / "checkpoints" / "16")
-    metrics.write_bytes(b"".join(lines[:5]) + b"\0\xff\n" + b"".join(lines[6:]))
-    before = snapshot(run_dir / "checkpoints") | {"metrics": metrics.read_bytes()}
-    assert main(run_dir) == 2
-    assert f"{metrics}, line 6: got" in capsys.readouterr().err.splitlines()[-1]
-    assert snapshot(run_dir / "checkpoints") | {"metrics": metrics.read_bytes()} == before
-    metrics.write_bytes(b"".join(lines[:15]) + b"\0\0\n" + b"".join(lines[16:]))  # 12 steps, 2 evaluations
-    assert main(run_dir) == 0
-    assert f"{metrics}, line 16: got" in capsys.readouterr().err
-    assert rows(run_dir) == rows(straight)
-    metrics.unlink()
-    assert main(run_dir, "run.steps=17") == 0
-    assert "holds steps up to 0, the checkpoint those up to 16: a gap remains" in capsys.readouterr().err
-    assert [r["step"] for r in rows(run_dir) if "train/CE loss" in r] == [17]
-
-
-def test_only_damaged_checkpoints(house, straight, tmp_path):
-    """A run of weeks that starts from zero because its checkpoints cannot be read."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    for step in ("4", "8", "12", "16"):
-        truncate(largest(run_dir / "checkpoints" / step / "params"))
-    for _ in range(2):  # the second start sees no step at all, and must not start from zero either
-        out, err = house.run(run_dir, expect=1)
-        assert "no usable checkpoint is left" in err and "16.damaged" in err and out == ""
-        assert steps_in(run_dir) == {"4.damaged", "8.damaged", "12.damaged", "16.damaged"}
-        assert rows(run_dir) == rows(straight)
-
-
-def test_orbax_refusing_to_save_is_an_error(house, tmp_path):
-    """Save() returns False below the newest step; hours without checkpoints."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", None)
-    c = load_config(str(house.config), "cpu", [])
-    params = model.init_params(c.model, 0)
-    opt_state = train.optimizer(c).init(params)
-    checkpoints.save(20, params, opt_state, {})
-    checkpoints.wait()
-    with pytest.raises(RunFailed, match="checkpoints/10: Orbax refused to save, newest step there: 20"):
-        checkpoints.save(10, params, opt_state, {})
-    checkpoints.close()
-
-
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("item", ["params", "opt_state"])
-def test_other_dtype_is_refused(main, straight, tmp_path, capsys, item):
-    """Orbax casts to what it is asked for without a word: bf16 weights, moments that lost their digits."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    folder = run_dir / "checkpoints" / "16" / item
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        tree = checkpointer.restore(folder)
-        changed = tree if item == "params" else tree["nu"]
-        changed["wq"] = changed["wq"].astype(jnp.bfloat16)
-        shutil.rmtree(folder)
-        checkpointer.save(folder, tree)
-    capsys.readouterr()
-    assert main(run_dir, "run.steps=18") == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert "wq" in err and "bfloat16" in err and "float32" in err and str(folder) in err
-    assert steps_in(run_dir) == {"4", "8", "12", "16"}
-
-
-def test_other_precision_of_the_computation_casts_nothing(house, main, straight, capsys):
-    """Weights, moments or counters that are rounded to what the config computes in, without a word."""
-    c = load_config(str(house.config), "cpu", ["model.compute_dtype=bfloat16"])
-    checkpoints = Checkpoints(straight / "checkpoints", None)
-    identity = read_meta(straight / "checkpoints" / str(STEPS))["data"]
-    state = train.restore(c, make_mesh(c), checkpoints, identity, ["model.compute_dtype"])
-    trees = state.params, state.opt_state
-    assert state.step == STEPS and "model.compute_dtype changes from float32 to bfloat16" in capsys.readouterr().err
-    saved = restore(straight)
-    leaves = {
-        item + jax.tree_util.keystr(path): np.asarray(x)
-        for item, tree in zip(("params", "opt_state"), trees, strict=True)
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    for (name, x), (_, y) in zip(sorted(leaves.items()), sorted(saved.items()), strict=True):
-        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), name
-
-
-# ----------------------------------------------------------------------------------------------------------- identity
 
 
 def test_science_changes_on_request_only(main, straight, tmp_path, capsys):
@@ -724,9 +329,6 @@ def test_epoch_boundary(main, tmp_path, capsys, monkeypatch):
     assert "data.global_batch: got 8, expected 40: it can change in the first epoch only" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------- non-finite steps, spikes
-
-
 def with_step(monkeypatch, change):
     """compile_train_step whose step calls change(step, params, batch, opt_state) -> (params, batch) first."""
     compile_train_step = train.compile_train_step
@@ -814,22 +416,6 @@ def test_spike_is_skipped_after_a_resume_too(main, tmp_path, monkeypatch, capsys
     assert err.count("step 14 skipped: CE ") == 2 and "more than 6 standard deviations above its last values" in err
     assert restore(straight)["opt_state['count']"] == STEPS - 1
     assert got[13]["optim/LR (group 0)"] == pytest.approx(schedule_of(40)(14), rel=1e-6)
-
-
-def test_skipped_steps_are_counted_not_poured_out(monkeypatch, capsys):
-    """A thousand lines that hide everything else; a model that learns nothing any more, without a word."""
-    clock = iter(range(10_000))
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock) / 10)
-    skips = Skips(sigma=6.0)
-    for step in range(1, 201):
-        skips(step, skipped=step in (5, 7, 9) or step >= 180, loss=9.0, grad_norm=3.0)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
-    assert [int(re.search(r"step (\d+) skipped", line)[1]) for line in lines] == [5, 183, 187, 195]
-    assert "WARNING: 4 steps in a row" in lines[1] and "(6 since the last such line)" in lines[1]
-    assert "WARNING" not in lines[0] and "WARNING: 16 steps in a row" in lines[3]
-
-
-# ----------------------------------------------------------------------------------------------------------- new start
 
 
 def test_init_from(main, straight, tmp_path, capsys):
@@ -953,8 +539,6 @@ def test_init_from_a_damaged_checkpoint(main, straight, tmp_path, capsys):
     assert "checkpoints/16: " in capsys.readouterr().err.splitlines()[-1]
 
 
-# ------------------------------------------------------------------------------------------------------------ hardware
-
 MESHES = {
     "fsdp 4": (4, {"fsdp": 4}),
     "data 2, fsdp 2": (4, {"data": 2, "fsdp": 2}),
@@ -1031,138 +615,6 @@ def test_run_continues_on_another_mesh(house, straight, tmp_path):
     assert rows(run_dir)[:9] == rows(straight)[:9]  # steps 1 to 8 and an evaluation are those of the first mesh
 
 
-# ------------------------------------------------------------------------------------------------------------- configs
-
-
-def refused(capsys, argv: list[str]) -> str:
-    """The one line on standard error of a start that ends with exit code 2."""
-    capsys.readouterr()
-    assert train.main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: "), err
-    return err
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("optim.peak_rl=1", "optim.peak_rl: unknown key; did you mean 'peak_lr'?"),
-        ("optimizer.peak_lr=1", "optimizer.peak_lr: unknown key; did you mean 'optim'?"),
-        ("run.extra=1", "run.extra: unknown key"),
-        ("optim.peak_lr=fast", "optim.peak_lr: got 'fast' (str), expected a number"),
-        ("optim.peak_lr=", "optim.peak_lr: got None"),
-        ("run.steps=10.5", "run.steps: got 10.5 (float), expected a whole number"),
-        ("run.steps=true", "run.steps: got True (bool), expected a whole number"),
-        ("run.steps=0", "run.steps: got 0"),
-        ("run.steps=3000000000", "run.steps: got 3000000000, expected 1 to 2^31 - 1"),
-        ("run.steps=41", "run.steps: got 41, expected at most schedule.0.total_steps 40"),
-        ("run.seed=-1", "run.seed: got -1, expected 0 to 2^32 - 1"),
-        ("run.seed=4294967296", "run.seed: got 4294967296, expected 0 to 2^32 - 1"),
-        ("run.steps", "--set run.steps: got no '='"),
-        ("run=5", "run: got 5, expected the keys"),
-        ("run.steps.more=5", "--set run.steps.more: run.steps is 16, it has no keys"),
-        ("schedule.1.until=5", "--set schedule.1: unknown key"),
-        ("schedule.0.until=5", "schedule: until of the last piece: got 5, expected null"),
-        ("run.steps={a: 1, a: 2}", "key 'a' stands twice"),
-        ("run.steps=[1", "not valid YAML"),
-        ("data.repetition_filter=on", "data.repetition_filter: got 'on' (str), expected true or false"),
-        ("data.seed=12:30", "data.seed: got '12:30' (str), expected a whole number"),
-        ("run.name=../x", "run.name: got '../x'"),
-        ("data.order=random", "data.order: got 'random'"),
-        ("data.order=sequential", "data.order: got sequential"),
-        ("model.window=64", "model.window: got 64, expected at most data.sequence_length 32"),
-        ("data.sequence_length=16", "sequence_length: got 16 in the config, 32 in"),
-        ("data.global_batch=162", "161 instances of 32 tokens, expected at least one global batch of 162"),
-        ("model.vocab_size=96", "got vocab_size 97, expected at most model.vocab_size 96"),
-        ("data.index=nowhere.json", "nowhere.json: got no such file, expected an index"),
-        ("data.index=gs://bucket/train.json", "got a URL, expected a local path"),
-        ("run.eval_index=nowhere.json", "nowhere.json: got no such file, expected an index"),
-        ("remat=[x, nothing]", "remat: got 'nothing', expected 'all', or names out of"),
-        ("remat=none", "remat: got 'none', expected all, a list of names"),
-        ("remat={1: [x]}", "remat: got entries for [1] sequences, expected one for 2 or more"),
-        ("microbatch=0", "microbatch: got 0"),
-        ("remat=[1]", "remat: got 1, expected 'all', or names out of"),
-        ("loader_workers=2147483648", "loader_workers: got 2147483648, expected 0 to 1024"),
-        ("model.norm_eps=-1", "model.norm_eps: got -1.0, expected a positive number"),
-        ("loss.z_loss=-1", "loss.z_loss: got -1.0, expected 0 or more"),
-        ("xla_flags.xla_cpu_prefer_vector_width=", "xla_flags: "),
-        ("attention=flash", "attention: got 'flash', expected one of"),
-        ("mesh.fsdp=3", "mesh: got {'data': 1, 'fsdp': 3"),
-        ("xla_flags.xla_no_such_flag=1", "xla_flags: "),
-    ],
-)
-def test_wrong_config_is_one_line(house, main, tmp_path, capsys, override, named):
-    """A typo or a wrong type that is ignored, converted in secret, or shown as a traceback in step 1."""
-    assert named in refused(capsys, house.argv(tmp_path / "run", override))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("devices", "override", "named"),
-    [
-        (4, "data.global_batch=10", "global batch: got 10, expected a multiple of data x fsdp = 4"),
-        (
-            8,
-            "mesh={data: 1, fsdp: 1, context: 1, tensor: 8}",
-            "n_heads: got 4, expected a multiple of the mesh's tensor",
-        ),
-        (3, "mesh={data: 1, fsdp: 1, context: 3, tensor: 1}", "sequence_length: got 32, expected a multiple of"),
-        (4, "mesh={data: -1, fsdp: -1, context: 1, tensor: 1}", "one of which may be -1"),
-        (4, "mesh={data: 2, fsdp: 1, context: 1, tensor: 1}", "for 4 devices, expected sizes whose product is 4"),
-    ],
-)
-def test_sizes_that_cannot_be_cut(house, main, tmp_path, capsys, monkeypatch, devices, override, named):
-    """An obscure shape error after minutes of compiling."""
-    use_devices(monkeypatch, devices)
-    assert named in refused(capsys, house.argv(tmp_path / "run", override))
-
-
-def test_wrong_files_are_one_line(house, main, tmp_path, capsys):
-    """A key in the file of the other kind, twice, or missing; a config that is not there."""
-    good = yaml.safe_load(house.config.read_text())
-
-    def science(content) -> list[str]:
-        path = tmp_path / "science.yaml"
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-        return ["--config", str(path), "--hardware", "cpu", "--run-dir", str(tmp_path / "run")]
-
-    text = house.config.read_text()
-    for content, named in (
-        (good | {"microbatch": 4}, "microbatch: stands in the config file, belongs in the other one"),
-        (good | {"modle": 4}, "modle: unknown key; did you mean 'model'?"),
-        ({k: v for k, v in good.items() if k != "loss"}, "loss: missing section"),
-        (good | {"loss": {"z_loss": 1e-5}}, "loss.filtered_in_divisor: missing"),
-        (good | {"loss": None}, "loss: got None, expected the keys"),
-        (good | {"schedule": good["schedule"][0]}, "expected a list"),
-        (text + "loss: {z_loss: 1e-5}\n", "key 'loss' stands twice"),
-        (text.replace("seed: 0", "seed: 0\n  seed: 1"), "key 'seed' stands twice"),
-        ("just text", "expected a mapping of sections"),
-        ("a: [", "not valid YAML"),
-    ):
-        assert named in refused(capsys, science(content))
-    machine = tmp_path / "machine.yaml"
-    machine.write_text((REPO / "configs" / "hardware" / "cpu.yaml").read_text() + "optim: {peak_lr: 1}\n")
-    named = "optim: stands in the hardware file, belongs in the other one"
-    assert named in refused(capsys, ["--config", str(house.config), "--hardware", str(machine)])
-    err = refused(capsys, ["--config", "stage9"])
-    assert "config 'stage9': not found" in err and "quickstart_stage3, stage1" in err
-    assert "'tpu9': not found" in refused(capsys, ["--config", str(house.config), "--hardware", "tpu9"])
-
-
-def test_numbers_as_people_write_them(house):
-    """PyYAML reads 3e-4 and 1e6 as text."""
-    written = {"optim.peak_lr": ("3e-4", 3e-4), "optim.eps": ("1e-8", 1e-8), "model.rope_theta": ("5e5", 5e5),
-               "loss.z_loss": ("1E-5", 1e-5), "optim.weight_decay": (".1", 0.1), "optim.skip_sigma": ("6", 6.0)}  # fmt: skip
-    c = load_config(str(house.config), "cpu", [f"{key}={text}" for key, (text, _) in written.items()])
-    for key, (_, value) in written.items():
-        section, name = key.split(".")
-        got = getattr(getattr(c, section), name)
-        assert got == value and type(got) is float
-    assert processes.parse_yaml("{a: true, b: null, c: ~, d: no, e: 017x, f: -3, g: 2., h: 017, i: 3e-4, j: 12:30}", "text") == {
-        "a": True, "b": None, "c": None, "d": "no", "e": "017x", "f": -3, "g": 2.0, "h": 17, "i": 3e-4, "j": "12:30"
-    }  # fmt: skip
-
-
 def test_run_dir_that_cannot_be(house, main, tmp_path, capsys, monkeypatch):
     """ "gs://bucket/x" through pathlib makes a folder "gs:"; a path below a file is a failure, not a traceback."""
     monkeypatch.chdir(tmp_path)
@@ -1196,20 +648,6 @@ def write_index_of(root: Path, tokens: Path) -> str:
     index = data.build_index([("web", tokens)], root, SEQUENCE, tokenizer="none", vocab_size=VOCABULARY, eos_id=0)
     data.write_index(index, root / "train.json")
     return str(root / "train.json")
-
-
-def test_dry_run_checks_and_writes_nothing(house, main, tmp_path, capsys):
-    """A dry run that passes where the run would not, or that leaves a folder behind."""
-    assert main(tmp_path / "run", extra=("--dry-run",)) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["tokens"] == STEPS * BATCH * SEQUENCE and plan["sequences_a_device"] == BATCH
-    assert plan["learning_rate_first_last"] == pytest.approx([schedule_of(40)(1), schedule_of(40)(STEPS)])
-    for override in ("run.eval_index=nowhere.json", "data.global_batch=162", "xla_flags.nothing=1"):
-        refused(capsys, house.argv(tmp_path / "run", override, extra=("--dry-run",)))
-    assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------------------------------- exit codes, by when it happens
 
 
 def fail_at(monkeypatch, step: int, error: Exception) -> None:
@@ -1261,31 +699,6 @@ def test_complete_run_whose_log_was_not_copied(main, straight, tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)["heldout_ce"] == rows(straight)[-1]["eval/lm/all/CE loss"]
 
 
-def test_port_that_is_taken(house, tmp_path, capsys):
-    """A segmentation fault of JAX's coordinator, without a word, where its port is another's."""
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        several = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "1", "--process-id", "0")
-        assert train.main(house.argv(tmp_path / "run", extra=several)) == 1
-    err = capsys.readouterr().err
-    assert f"port {port} cannot be listened at (Address already in use)" in err and err.count("\n") == 1
-    assert train.main(house.argv(tmp_path / "run", extra=(several[0], "127.0.0.1:99999", *several[2:]))) == 2
-    assert "got port 99999" in capsys.readouterr().err
-
-
-def test_largest_seed(house):
-    """OverflowError in the first step for a seed that --dry-run lets pass; another seed than the one that was asked for."""
-    c = load_config(str(house.config), "cpu", ["run.seed=4294967295"])
-    params, _ = train.init_state(c, make_mesh(dataclasses.replace(c)))
-    key = jax.random.key(np.uint32(4294967295))
-    assert jax.random.key_data(key).tolist() == [0, 4294967295]
-    other = model.init_params(c.model, np.uint32(4294967295))
-    assert all(np.array_equal(params[name], other[name]) for name in params)
-
-
-# -------------------------------------------------------------------------------------------------------- two of a kind
-
-
 def test_two_trainers_of_one_run(house, straight, tmp_path):
     """Two processes that write one run: checkpoints of one beside the log of the other."""
     first = house.start(tmp_path / "run", hook=("step", 3, signal.SIGSTOP), log=tmp_path / "log")
@@ -1302,9 +715,6 @@ def test_two_trainers_of_one_run(house, straight, tmp_path):
     assert first.returncode == 0, err
     assert_same_run(tmp_path / "run", straight)
     assert not (tmp_path / ".run.lock").exists()
-
-
-# -------------------------------------------------------------------------------------------------------------- places
 
 
 def test_run_from_another_folder(house, main, straight, tmp_path, capsys, monkeypatch):
@@ -1351,100 +761,6 @@ def test_local_folder_of_two_runs(main, tmp_path, capsys):
     err = capsys.readouterr().err.splitlines()[-1]
     assert "is being written by process" in err and str(tmp_path / "local" / "run") in err
     assert not (tmp_path / "a" / "run").exists()
-
-
-# ------------------------------------------------------------------------------------------------------------- people
-
-
-def test_environment_that_changes_nothing(house, straight, tmp_path):
-    """Random numbers, precision or dtypes that variables of JAX change, so that a seed means other weights; a screen of
-    libtpu's errors on a machine without a TPU; "leaked shared_memory objects" of the loader's workers at the end."""
-    env = {"JAX_PLATFORMS": "", "JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_ENABLE_X64": "1",
-           "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}  # fmt: skip
-    before = set(os.listdir("/dev/shm"))
-    _, err = house.run(tmp_path, "run.steps=4", "loader_workers=1", env=env.items())
-    assert_same_checkpoint(tmp_path, straight, step=4)
-    for name in list(env)[1:]:
-        assert re.search(f"^{name}=.* would change the numbers and is not used$", err, re.M), err
-    ours = "JAX_|no checkpoint|start: new|[0-9,]+ parameters; mesh|step [0-9]+"
-    assert [line for line in err.splitlines() if not re.match(ours, line)] == []
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}  # Python's arrays
-    assert read_meta(tmp_path / "checkpoints" / "4")["environment"] == {}
-
-
-def test_environment_that_changed_is_said(house, straight, tmp_path):
-    """Flags of the compiler, or another version of jax, that change the last bits in the middle of a run."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    path = run_dir / "checkpoints" / "16" / "meta" / "metadata"
-    meta = json.loads(path.read_text())
-    meta["versions"]["jaxlib"] = "0.9.9"
-    path.write_text(json.dumps(meta))
-    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=1"
-    _, err = house.run(run_dir, "run.steps=17", "run.eval_index=null", env=[("XLA_FLAGS", flags)])
-    assert (
-        "jaxlib changes from 0.9.9 to " in err and "XLA_FLAGS changes from None to --xla_cpu_enable_fast_math=" in err
-    )
-
-
-def test_signs_of_life(capsys):
-    """A launcher that takes a long compilation or evaluation for a hang; a process that hangs and still says that it is
-    alive."""
-    alive = Alive(every=0.2)
-    lines = []
-
-    def said() -> list[str]:
-        lines[:] = capsys.readouterr().err.splitlines()
-        return lines
-
-    try:
-        alive.now("compiling", busy=True)
-        until = time.process_time() + 2
-        while time.process_time() < until:  # work
-            pass
-        assert sum(line.startswith("compiling (00:0") for line in said()) >= 2  # the first tells of the new phase alone
-        alive.now("evaluating 50 batches")
-        for _ in range(20):
-            time.sleep(0.05)
-            alive.tick()
-        assert any(re.match(r"evaluating 50 batches, \d+ done \(00:0", line) for line in said())
-        until = time.process_time() + 1
-        time.sleep(0.5)  # what was done before is said once more at most
-        said()
-        while time.process_time() < until:  # spinning is no progress where there is something to count
-            pass
-        assert said() == []
-        alive.now("saving", busy=True)
-        time.sleep(0.5)  # the new phase is said
-        said()
-        time.sleep(1)
-        assert said() == []
-    finally:
-        alive.close()
-
-
-@pytest.mark.parametrize(
-    "there, chips, chosen, expected",
-    [
-        ([], 0, None, ["cpu"]),
-        (["/dev/nvidiactl"], 0, None, []),
-        (["/dev/kfd"], 0, None, []),
-        (["/dev/vfio/0"], 0, None, []),
-        ([], 4, None, []),
-        ([], 0, "cpu,tpu", []),
-    ],
-)
-def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, there, chips, chosen, expected):
-    """A TPU or a GPU that is not found any more."""
-    updates = []
-    settings = types.SimpleNamespace(jax_platforms=chosen, update=lambda name, value: updates.append(value))
-    monkeypatch.setattr(jax, "config", settings)
-    monkeypatch.setattr(config, "PINNED", {})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
-    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(there, pattern))
-    monkeypatch.setattr(config.hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (chips, None))
-    pin_settings()
-    assert updates == expected
 
 
 def test_failure_leaves_nothing_behind(house, tmp_path):
