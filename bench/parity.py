@@ -46,6 +46,7 @@ import data
 import model
 import optim
 import train
+from attention import choose_attention
 from config import Config, batch_specs, load_config, make_execution, param_specs, shardings, to_device
 
 CPU = torch.device("cpu")
@@ -145,11 +146,12 @@ def load(transformer: torch.nn.Module, params: dict) -> None:
 
 @cache
 def logits_function(c: model.ModelConfig, attention: str):
-    run = model.Execution(attention, attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=37)
+    function, _ = choose_attention(attention, block=8, splash=None, interpret=True)
+    execution = model.Execution(function, remat=None, scan_unroll=1, loss_chunk=37)
     specs = {name: t.spec for name, t in model.ledger(c).items()}
 
     def body(params, tokens):
-        return model.logits(model.vary(params), model.vary(tokens), None, c, run)
+        return model.logits(model.vary(params), model.vary(tokens), None, c, execution)
 
     tokens = P(("data", "fsdp"), "context")
     mapped = jax.shard_map(body, mesh=one_device(), in_specs=(specs, tokens), out_specs=P(*tokens, "tensor"))
@@ -288,7 +290,7 @@ def our_gradients(c: Config, params: dict, batch: dict, divisor: float):
         return grads, lax.psum(sums, model.AXES)
 
     f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, batch_specs(c)), out_specs=(specs, P()))
-    on_mesh = to_device(batch, np.arange(c.data.global_batch), one_device(), c)
+    on_mesh = to_device(batch, one_device(), c, c.data.global_batch)
     grads, (ce, lse_squared) = jax.tree.map(
         np.asarray, jax.jit(f, compiler_options=c.hardware.xla_flags)(params, on_mesh)
     )
