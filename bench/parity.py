@@ -24,11 +24,12 @@ from typing import NamedTuple
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests", "tools")])
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pack
 import torch
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -672,7 +673,7 @@ def data_fingerprint() -> Comparison:
     return Comparison("dataset fingerprints that differ", "NumpyFSLDataset.fingerprint", data_pair()["fingerprint"], 0)
 
 
-def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: data.Packing) -> NumpyDataLoaderBase:
+def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: pack.Packing) -> NumpyDataLoaderBase:
     """Its packed dataset and loader. Documents of one length in order: numpy's default sort is unstable, and how it
     leaves them depends on the CPU."""
     tokenizer = TokenizerConfig(vocab_size=10_000, eos_token_id=EOS, pad_token_id=PAD)
@@ -683,9 +684,8 @@ def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packin
         instance_filter_config=InstanceFilterConfig() if c.repetition_filter else None, work_dir=str(folder / "work"),
     ).build()  # fmt: skip
     with mock.patch.object(np, "argsort", partial(np.argsort, kind="stable")):
-        for (
-            group
-        ) in dataset._source_path_groups:  # what `prepare` does in processes of its own, which do not mix with jax
+        # `prepare` does this in processes of its own, which do not mix with jax.
+        for group in dataset._source_path_groups:
             dataset._pack_documents_from_source_into_instances(*group)
     collator = DataCollator(pad_token_id=PAD, vocab_size=10_000)
     return NumpyDataLoaderBase.wrap_numpy_dataset(
@@ -709,13 +709,13 @@ def packed_pair() -> dict[str, int]:
                 tokens = rng.integers(2, 90, lengths.sum() + int(rng.integers(0, 5)))
                 tokens[np.cumsum(lengths) - 1] = EOS
                 tokens.astype("<u4").tofile(path)
-            packing = data.Packing(S, group, 100 + n, long_documents)
+            packing = pack.Packing(S, group, 100 + n, long_documents)
             c = replace(config().data, sequence_length=S, global_batch=3, repetition_filter=n % 2 == 0)
             theirs = olmo_core_packed(paths, folder, c, packing)
             raw = our_source(paths, folder, replace(c, sequence_length=2), 10_000)
             options = f"--sequence-length={S} --group-size={group} --permutation-seed={100 + n} --workers=1"
-            arguments = ["pack", raw.config.index, f"--long-documents={long_documents}", *options.split()]
-            report = data.pack(data.parse([*arguments, "--out", str(folder / "packed")]))
+            arguments = [raw.config.index, f"--long-documents={long_documents}", *options.split()]
+            report = pack.pack(pack.parse_args([*arguments, "--out", str(folder / "packed")]))
             wrong["fingerprint"] += report["olmo_core_fingerprint"] != theirs.dataset.fingerprint
             wrong["instances"] += report["instances"]
             c = replace(c, index=report["index"], document_mask=True, mask_token=PAD)
@@ -739,7 +739,7 @@ def packed_pair() -> dict[str, int]:
             ends = np.cumsum(lengths)
             packed, spans, _ = InstancePacker(S).pack_documents(np.stack([ends - lengths, ends], axis=1))
             their_lengths = [[int(spans[d][1] - spans[d][0]) for d in documents] for documents in packed]
-            our_lengths = [lengths[documents].tolist() for documents in data.best_fit_decreasing(lengths, S)]
+            our_lengths = [lengths[documents].tolist() for documents in pack.best_fit_decreasing(lengths, S)]
             wrong["sorted"] += their_lengths != our_lengths
     return wrong
 

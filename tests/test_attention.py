@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_model import CONFIG, DENSE, QUICK, YARN_TINY, difference, on_mesh, random_batch, random_params, run_logits
+from test_model import (
+    CONFIG,
+    DENSE,
+    QUICK,
+    YARN_TINY,
+    difference,
+    on_mesh,
+    random_batch,
+    random_params,
+    run_copied_out,
+    run_logits,
+)
 
 import model
 from attention import SplashConfig, blockwise_attention, choose_attention
@@ -176,3 +187,19 @@ def test_splash_equals_dense(shards, S, window, documents):
     got = run(executions(128)["splash"], shards)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(DENSE, 1), strict=True):
         assert difference(a, b) < 1e-5, name
+
+
+ALONE = """
+import jax, jax.numpy as jnp, numpy as np
+from attention import choose_attention
+from model import Places, Where
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 12, 4, 8))
+where = Where(Places(jnp.arange(12), jnp.arange(12), None, None), window=5, offset=0)
+dense, blockwise = (choose_attention(name, 4, None, False)[0] for name in ("dense", "blockwise"))
+np.testing.assert_allclose(dense(q, k, v, where, 0), blockwise(q, k, v, where, 0), atol=1e-5)
+"""
+
+
+def test_attention_needs_model_alone(tmp_path):
+    """Catches an import that ties attention.py to more of this project than model.py."""
+    run_copied_out(tmp_path, ALONE, ("attention.py", "model.py"), devices=1)

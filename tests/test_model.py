@@ -5,8 +5,10 @@ Dimensions are small and all different, so that a swapped axis cannot pass: D48 
 
 import hashlib
 import math
+import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -894,3 +896,49 @@ def test_token_mean_of_unequal_micro_batches():
     assert max(np.abs(g).max() for g in results[0].values()) > 1e-3
     for name in results[0]:
         np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------- copied out
+
+
+def docstring_example() -> str:
+    """The program in model.py's docstring: from its first import to the next line that is not indented."""
+    lines = model.__doc__.splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("    import ")))
+    last = next(i for i in range(first, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    return textwrap.dedent("\n".join(lines[first:last]))
+
+
+def run_copied_out(folder: Path, program: str, sources: tuple[str, ...], devices: int) -> None:
+    """Run `program` in a folder that holds these source files alone, with so many CPU devices."""
+    for name in sources:
+        shutil.copy(Path(model.__file__).with_name(name), folder)
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PATH": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_docstring_example_trains_the_same_on_one_device(tmp_path):
+    """Catches an example that no longer runs, a model.py or optim.py that cannot be copied out, and gradients that the
+    example's mesh makes wrong: a division or a vary() left out of it. Moments tell more than parameters: the first
+    update of Adam is little more than a sign."""
+    keep = "\nimport numpy as np\nnp.savez('{}', loss=loss, **{{f'p_{{k}}': v for k, v in params.items()}}, "
+    keep += "**{{f'm_{{k}}': v for k, v in opt_state.mu.items()}})"
+    program, results = docstring_example(), []
+    on_two, on_one = "make_mesh((1, 1, 1, 2)", "make_mesh((1, 1, 1, 1)"
+    assert program.count(on_two) == 1
+    for devices, text in ((2, program), (1, program.replace(on_two, on_one))):
+        run_copied_out(tmp_path, text + keep.format(f"{devices}.npz"), ("model.py", "optim.py"), devices)
+        results.append(dict(np.load(tmp_path / f"{devices}.npz")))
+    two, one = results
+    assert two.keys() == one.keys() and 4 < one["loss"] < 5  # log(97) = 4.57: a model that knows nothing yet
+    assert difference(two["loss"], one["loss"]) < 1e-6
+    start = model.init_params(replace(CONFIG, head_dim=12, pattern="sssf", init_std=0.02), 0)
+    for name in start:
+        moment = one[f"m_{name}"]
+        assert difference(two[f"m_{name}"], moment) < 1e-5, name
+        # Adam divides by the gradient's own size, so an element of rounding size moves by rounding alone.
+        clear = np.abs(moment) > 1e-3 * np.abs(moment).max()
+        assert difference(two[f"p_{name}"][clear], one[f"p_{name}"][clear]) < 1e-6, name
+    assert np.abs(one["p_wq"] - start["wq"]).max() > 5e-4  # the step moved it, by the learning rate of 1e-3 at most
