@@ -329,7 +329,7 @@ def loss_pair() -> dict[str, float]:
     # The same through the compiled step, which makes the divisor itself
     mesh = one_device()
     state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
-    on_mesh = to_device(ours, np.arange(4), mesh, c)
+    on_mesh = to_device(ours, mesh, c, 4)
     _, _, metrics = train.compile_train_step(c, mesh)(*state, on_mesh, jnp.int32(1))
     their_ce, their_z = metric(reference.metrics, "CE loss"), metric(reference.metrics, "Z loss unscaled")
     return {
@@ -474,7 +474,7 @@ def training() -> Training:
         params = jax.tree.map(jnp.array, random_params(c.model))  # a copy: the step donates its state
         state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
         for k in range(1, STEPS + 1):
-            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), np.arange(8), mesh, c)
+            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), mesh, c, 8)
             *state, m = step(*state, batch, jnp.int32(k))
             theirs = reference.step(next(batches))
             get = partial(metric, theirs)
