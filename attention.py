@@ -72,12 +72,16 @@ def block_scores(window: int | None, q_GRQK, k_GTK, places: Places):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_block(slot: int, window: int | None, q_GRQK, k_GTK, v_GTK, places):
-    """Attention of one block of queries to the keys given; `places` are those of this sequence."""
+    """Attention of one block of queries to the keys given; `places` are those of this sequence.
+
+    The backward pass makes the probabilities again from the logsumexp of each row, in one pass over the scores, and
+    needs no sum over them: that of probs * dprobs is the product of out and dout. Source: FlashAttention 2.
+    """
     return _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places)[0]
 
 
 def _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places):
-    # Exponentials of at most 1, cast for the matmul; sums and the division stay fp32.
+    # The division by the sum comes last, on [Q, K] instead of [Q, T]; the logsumexp is all that backward needs.
     scores = block_scores(window, q_GRQK, k_GTK, places)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     exps = jnp.exp(scores - peak)
@@ -92,10 +96,9 @@ def _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places):
 def _attend_block_bwd(slot, window, residuals, dout_GRQK):
     q_GRQK, k_GTK, v_GTK, places, out_GRQK, lse = residuals
     q, dout = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q_GRQK, dout_GRQK))  # [G, R*Q, K]
-    # The probabilities are made again from the logsumexp of each row, in one pass over the scores.
     probs = jnp.exp(block_scores(window, q_GRQK, k_GTK, places) - lse)
     dprobs = jnp.einsum("gqk,gtk->gqt", dout, v_GTK, preferred_element_type=jnp.float32).reshape(probs.shape)
-    # The sum of probs * dprobs over the keys is the product of out and dout, which is far smaller.
+    # d scores = probs (d probs - mean), where mean, the sum of probs * d probs over keys, is the product of out and dout.
     mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1, keepdims=True)
     dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(*q.shape[:2], -1)
     dv_GTK = jnp.einsum("gqt,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
@@ -109,18 +112,19 @@ attend_block.defvjp(_attend_block_fwd, _attend_block_bwd)
 def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
-    On a CPU this is several times as fast as the dense form. Scores are made again in the backward pass.
+    Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
+    pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
+    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
+    shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
     """
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
     places, window = where.places, where.window
-    # Queries of one span share a range of keys. XLA may hold the blocks of an unrolled loop all at once, so a full layer
-    # has at most UNROLLED spans, and loops over the blocks of each. A window's ranges are short: a span is one block.
+    # Queries that share one range of keys: a block where a window moves along, else so many that UNROLLED ranges suffice.
     blocks_per_range = math.ceil(S / block / UNROLLED)
     span = block if window is not None else block * blocks_per_range
     attend_keys = partial(attend_block, slot, window)
-    # Where the shard decides which keys a block can see, the range is chosen while running: the rest costs nothing.
-    if where.offset is None:
+    if where.offset is None:  # the shard decides: one range for all, and of it what a block needs
         span = S
         attend_keys = partial(up_to_the_last_visible, attend_keys, min(UNROLLED, math.ceil(T / block)))
     # Neither scores nor the slices of k and v are saved for the backward pass.
@@ -132,6 +136,7 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
         out = []
         for start in range(0, S, span):
             stop = min(start + span, S)
+            # The keys that these queries may see: bounds known before running, so that the slices are static.
             low, high = key_range(start, stop, T, where)
             k_part, v_part, k_pos = k_GTK[:, low:high], v_GTK[:, low:high], places.k_pos[low:high]
             k_segment_part = part(k_segment, low, high)
@@ -141,10 +146,10 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
                 return attend_keys(q_GRQK, k_part, v_part, Places(q_pos, k_pos, q_segment, k_segment))
 
             queries = (q_GRSK[:, :, start:stop], places.q_pos[start:stop], part(q_segment, start, stop))
-            # One block, or one with a ragged end, which lax.map could not stack.
             if stop - start <= block or (stop - start) % block:
                 out.append(of_queries(queries))
                 continue
+            # Blocks that share their keys run one after the other: unrolled, XLA would hold all their scores at once.
             n = (stop - start) // block
             blocks = [
                 None if x is None else jnp.stack(jnp.split(x, n, axis))
@@ -153,7 +158,6 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
             out.append(jnp.concatenate(list(lax.map(of_queries, tuple(blocks))), axis=2))
         return jnp.concatenate(out, axis=2)
 
-    # Mapped over sequences, so that the matrices of one step stay in the cache.
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
     out_BGRSK = lax.map(one_sequence, (*heads_first, places.q_segment, places.k_segment))
     return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
@@ -195,6 +199,7 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
 def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, tiles: SplashConfig, interpret: bool,
                   saved: str):  # fmt: skip
     """The kernel of one device, or of all context shards behind each other if the queries differ (offset None)."""
+    # The mask is never an array: the kernel asks it, tile by tile, which are empty, full or mixed.
     shards = 1
     if window is not None:
         mask = splash_mask.LocalMask((S, T), window_size=(window - 1, 0), offset=offset)
@@ -205,13 +210,13 @@ def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None
         mask = splash_mask.CausalMask((T, T))
         rows = np.arange(T, dtype=np.int32).reshape(shards, S)
         mask.q_sequence = np.concatenate([rows[:, :kept], rows[::-1, kept:]], axis=1).reshape(-1)  # swap_with_mirror
+    # A tile is no longer than the queries of one device.
     block, backward = min(tiles.block, S), min(tiles.block_backward, S)
     sizes = splash_kernels.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=backward, block_kv_dkv=backward, use_fused_bwd_kernel=True,
         **{name: splash_kernels.QKVLayout[getattr(tiles, name).upper()] for name in ("q_layout", "k_layout", "v_layout")},
     )  # fmt: skip
-    # The mask depends on shapes alone: it is made once, and is a constant of the program.
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval():  # it depends on shapes alone: made once, a constant of the program
         return splash_kernels.make_splash_mha(
             splash_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=shards,
             residual_checkpoint_name=saved, interpret=interpret,
@@ -226,8 +231,7 @@ def splash_attention(q, k, v, where: Where, slot: int, tiles: SplashConfig, inte
     """
     S, T = q.shape[1], k.shape[1]
     kernel = splash_kernel(S, T, q.shape[2], where.window, where.offset, tiles, interpret, f"heads_out{slot}")
-    # The mask differs from shard to shard, so it enters as arguments: take this shard's.
-    if where.offset is None:
+    if where.offset is None:  # the mask differs from shard to shard, so it enters as arguments: take this shard's
 
         def mine(x, axis: int):
             size = x.shape[axis] // (T // S)
@@ -235,8 +239,10 @@ def splash_attention(q, k, v, where: Where, slot: int, tiles: SplashConfig, inte
 
         def of_this_shard(info):
             axes = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
-            arrays = {name: axis for name, axis in axes.items() if getattr(info, name) is not None}
-            return info._replace(**{name: mine(getattr(info, name), axis) for name, axis in arrays.items()})
+            parts = {
+                name: mine(getattr(info, name), axis) for name, axis in axes.items() if getattr(info, name) is not None
+            }
+            return info._replace(**parts)
 
         infos = of_this_shard(kernel.fwd_mask_info), None, of_this_shard(kernel.dkv_mask_info)
         kernel = splash_kernels.SplashAttentionKernel(*infos, **kernel.kwargs)

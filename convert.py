@@ -48,6 +48,7 @@ import model
 from attention import choose_attention
 from checkpoint import FORMAT_VERSION, check_tree, differences, find_checkpoint, orbax_path, read_meta, reading
 from config import assemble_config, build, pin_settings, science_dict, versions
+from hf_config import LAYER_TYPES, expect, hf_config, model_config
 from processes import (
     EXIT_PREEMPTED,
     HERE,
@@ -85,15 +86,9 @@ HF_NAMES = {
 }
 VOCABULARY = ("embed", "lm_head")  # leaves whose rows are tokens
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-LAYER_TYPES = {"s": "sliding_attention", "f": "full_attention"}
 ROWS = 4096  # of embed and lm_head are moved at once, at most
 IN_FLIGHT = 2**28  # bytes handed to tensorstore and not yet on disk
 DOLMA2 = data.KNOWN_TOKENIZERS["allenai/dolma2-tokenizer"]  # vocabulary, end of text, padding
-
-
-def expect(ok: bool, what: str, got, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{what}: got {got!r}, expected {expected}")
 
 
 # ----------------------------------------------------------------------------------------------------- plan of tensors
@@ -391,9 +386,8 @@ def check(args) -> dict:
 
     # Then every block and the logits, in each dtype.
     for dtype in [args.dtype] if args.dtype else list(THRESHOLDS):
-        most, most_kl = THRESHOLDS[dtype]
-        most = most if args.threshold is None else args.threshold
-        most_kl = most_kl if args.max_kl is None else args.max_kl
+        given = (args.threshold, args.max_kl)
+        most, most_kl = (usual if x is None else x for x, usual in zip(given, THRESHOLDS[dtype], strict=True))
         config = dataclasses.replace(config, compute_dtype=dtype)
         reference = load_reference(torch, transformers, hf.folder, config, args.without_yarn)
         report = Lockstep(config, source.params, tokens).against(torch, reference)
@@ -608,161 +602,6 @@ def print_table(report: dict, dtype: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ configurations
-
-
-def model_config(hf: dict, where: str, compute_dtype: str) -> model.ModelConfig:
-    """ModelConfig of a Hugging Face config.json; ValueError for what is not OLMo 3 or what this model cannot do."""
-
-    def need(key: str):
-        expect(hf.get(key) is not None, f"{where}: {key}", None, "a value")
-        return hf[key]
-
-    for key, default, allowed in (
-        ("model_type", None, ("olmo3",)),
-        ("hidden_act", "silu", ("silu",)),
-        ("attention_bias", False, (False,)),
-        ("tie_word_embeddings", False, (False,)),
-        ("attention_dropout", 0.0, (0, None)),
-        ("clip_qkv", None, (None,)),
-    ):
-        got = hf.get(key, default)
-        expect(got in allowed, f"{where}: {key}", got, f"{allowed[0]!r}: this is no OLMo 3 as it is implemented here")
-    heads, width, layers, vocabulary = map(
-        need, ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
-    )
-    rope, yarn = rope_of(hf), None
-    full = rope["full_attention"]
-    if full["rope_type"] == "yarn":
-        yarn = {
-            "factor": full.get("factor"),
-            "original_length": full.get("original_max_position_embeddings"),
-            "beta_fast": full.get("beta_fast", 32.0),
-            "beta_slow": full.get("beta_slow", 1.0),
-        }
-    raw = {
-        "vocab_size": vocabulary,
-        "padded_vocab_size": -(-vocabulary // 128) * 128,
-        "mask_padded_vocab": True,  # the padding rows are not HF's: outside the softmax the logits are
-        "n_layers": layers,
-        "d_model": width,
-        "n_heads": heads,
-        "n_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or width // heads,
-        "d_ff": need("intermediate_size"),
-        "window": need("sliding_window"),
-        "pattern": pattern_of(hf.get("layer_types"), layers, where),
-        "rope_theta": full["rope_theta"],
-        "yarn": yarn,
-        "norm_eps": need("rms_norm_eps"),
-        "init_std": hf.get("initializer_range", 0.02),
-        "compute_dtype": compute_dtype,
-        "grad_reduce_dtype": "float32",
-    }
-    config = build(model.ModelConfig, raw, where)
-    check_rope(rope, config, where)
-    return config
-
-
-def pattern_of(layer_types: list | None, layers: int, where: str) -> str:
-    """One letter a layer of the cycle. OLMo 3's cycles are some sliding layers and one full layer behind them."""
-    if layer_types is None:  # transformers' own default
-        return "sssf"
-    letters = {name: letter for letter, name in LAYER_TYPES.items()}
-    unknown = sorted(set(layer_types) - set(letters))
-    expect(not unknown, f"{where}: layer_types", unknown, " or ".join(letters))
-    expect(len(layer_types) == layers, f"{where}: layer_types", len(layer_types), f"{layers} entries, one a layer")
-    whole = "".join(letters[name] for name in layer_types)
-    cycle = whole[: whole.find("f") + 1] or "s"
-    repeats = whole == cycle * (layers // len(cycle))
-    expect(repeats, f"{where}: layer_types", whole, "sliding layers and a full one, over and over, as sssfsssf")
-    return cycle
-
-
-def rope_of(hf: dict) -> dict[str, dict]:
-    """RoPE by the kind of layer, as transformers 5.13 writes it, of any form of config.json. Keys that are null are left
-    out."""
-    kinds = LAYER_TYPES.values()
-    rope = hf.get("rope_parameters")
-    if rope is None:  # transformers 4
-        by_kind = {"sliding_attention": {}, "full_attention": hf.get("rope_scaling") or {}}
-    elif any(rope.get(kind) for kind in kinds):
-        by_kind = {kind: rope.get(kind) or {} for kind in kinds}
-    else:  # transformers 5.0 to 5.12: one for all layers
-        by_kind = dict.fromkeys(kinds, rope)
-    found = {}
-    for kind, given in by_kind.items():
-        given = {key: value for key, value in given.items() if value is not None}
-        old_name = given.pop("type", "default")
-        found[kind] = {"rope_type": old_name, "rope_theta": hf.get("rope_theta")} | given
-    return found
-
-
-def check_rope(rope: dict[str, dict], config: model.ModelConfig, where: str) -> None:
-    """Every key that the file states is what this model computes; ValueError names the first that is not."""
-    for kind, ours in hf_rope(config).items():
-        ours |= {"truncate": True}  # of the range between the two betas, as transformers does unless it is told not to
-        for key, got in rope[kind].items():
-            same = got == ours.get(key)
-            if key == "attention_factor" and key in ours:
-                same = math.isclose(got, ours[key], abs_tol=1e-6)
-            expected = repr(ours[key]) if key in ours else "no such key"
-            hint = "OLMo 3 has one theta, and YaRN or nothing on its full layers only"
-            expect(same, f"{where}: RoPE of {kind}: {key}", got, f"{expected} ({hint})")
-
-
-def hf_rope(config: model.ModelConfig) -> dict[str, dict]:
-    """rope_parameters of transformers 5. Floats are floats, since transformers checks types strictly."""
-    plain, yarn = {"rope_type": "default", "rope_theta": float(config.rope_theta)}, {}
-    if config.yarn is not None:
-        yarn = {
-            "rope_type": "yarn",
-            "factor": float(config.yarn.factor),
-            "original_max_position_embeddings": config.yarn.original_length,
-            "beta_fast": float(config.yarn.beta_fast),
-            "beta_slow": float(config.yarn.beta_slow),
-            "attention_factor": model.rope_frequencies(config, yarn=True)[1],
-        }
-    return {"sliding_attention": dict(plain), "full_attention": plain | yarn}
-
-
-def hf_config(config: model.ModelConfig, form: int, positions: int, dtype: str, ids: dict) -> dict:
-    """config.json in the form of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters as well).
-
-    Form 5 keeps the old keys: 4.57 does not know rope_parameters and 5.0 to 5.12 do not know them by layer type. Both
-    would take another theta without a word.
-    """
-    rope = hf_rope(config)
-    scaling = {key: value for key, value in rope["full_attention"].items() if key != "rope_theta"}
-    written = {
-        "architectures": ["Olmo3ForCausalLM"],
-        "model_type": "olmo3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": positions,
-        "sliding_window": config.window,
-        "layer_types": [LAYER_TYPES[kind] for kind in config.pattern] * (config.n_layers // len(config.pattern)),
-        "rms_norm_eps": float(config.norm_eps),
-        "initializer_range": float(config.init_std),
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": ids["eos_token_id"],
-        "pad_token_id": ids["pad_token_id"],
-        "rope_theta": float(config.rope_theta),
-        "rope_scaling": None if config.yarn is None else scaling,
-    }
-    if config.head_dim * config.n_heads != config.d_model:
-        written["head_dim"] = config.head_dim
-    if form == 4:
-        return written | {"torch_dtype": dtype, "transformers_version": "4.57.1"}
-    return written | {"rope_parameters": rope, "dtype": dtype, "transformers_version": "5.24.0"}
 
 
 def read_json(path: Path) -> dict:

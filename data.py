@@ -17,9 +17,8 @@ Index        JSON, see `Index`. Paths are relative, so data can move; the finger
 Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtered, instance.
 
 Source: OLMo-core 2.5 data/numpy_dataset.py, data/data_loader.py, data/utils.py (instances, order "olmo_core",
-fingerprint, repetition filter). The order "feistel" is Grain's index shuffle: not Ai2's order, but it needs no memory and
-no start-up time. Not here: making token files (tools/), mixing by weight, object stores (mount them). The file imports
-no sibling, and jax only where Grain does: in `loader` and in the feistel order.
+fingerprint, repetition filter). Not here: making token files (tools/), mixing by weight, object stores (mount them).
+The file imports no sibling, and jax only where Grain does: in `loader` and in the order "feistel".
 
 Dimensions in names: B rows of a batch, S tokens of an instance.
 """
@@ -38,9 +37,9 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import re
+import shlex
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -48,7 +47,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -96,7 +94,7 @@ class DataConfig:
             raise DataError(f"data seed, sequence_length, global_batch: got {got}, expected >= 0, >= 2, >= 1")
 
 
-# ------------------------------------------------------------------------------------------------------------- the index
+# ---- the index
 
 
 @dataclass(frozen=True)
@@ -123,23 +121,24 @@ class Index:
     fingerprint: str
 
     def __post_init__(self):
-        check_format(self.sequence_length, self.dtype, self.vocab_size)
+        if self.dtype not in ("uint32", "uint16") or self.sequence_length < 2:
+            got = f"{self.dtype!r}, {self.sequence_length}"
+            raise DataError(f"dtype, sequence_length: got {got}, expected uint32 or uint16, at least 2")
+        if self.vocab_size > np.iinfo(self.dtype).max + 1:
+            got = f"got {self.dtype} with a vocabulary of {self.vocab_size}"
+            raise DataError(f"dtype: {got}; ids would wrap; fix: use uint32")
         for name, token in (("eos_id", self.eos_id), ("pad_id", self.pad_id)):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise DataError(f"{name}: got {token}, expected an id below the vocabulary size {self.vocab_size}")
-        if len({f.path for f in self.files}) < len(self.files):
-            raise DataError(f"files: got {len(self.files)} entries, expected every path once")
         for f in self.files:
             if f.path.startswith("/") or ".." in f.path.split("/"):
                 raise DataError(f"{f.path}: expected a path below the data root")
             if f.instances != f.bytes // self.itemsize // self.sequence_length:
                 raise DataError(f"{f.path}: {f.instances} instances do not follow from {f.bytes} bytes")
         if self.instances == 0:
-            tokens = sum(f.bytes for f in self.files) // self.itemsize
-            raise DataError(
-                f"no instances: got {tokens} tokens in {len(self.files)} files, expected one file of at least "
-                f"{self.sequence_length} tokens; fix: check the paths, or shorten the sequence"
-            )
+            got = f"{sum(f.bytes for f in self.files) // self.itemsize} tokens in {len(self.files)} files"
+            expected = f"one file of at least {self.sequence_length} tokens"
+            raise DataError(f"no instances: got {got}, expected {expected}; fix: check the paths, or the length")
         expected = fingerprint(self.sequence_length, self.dtype, self.tokenizer, self.vocab_size, self.files)
         if self.fingerprint != expected:
             raise DataError(f"fingerprint: got {self.fingerprint}, the contents give {expected}; fix: index again")
@@ -156,15 +155,6 @@ class Index:
     def offsets(self) -> np.ndarray:
         """int64 [files + 1]: global ids of file f are offsets[f] .. offsets[f+1] - 1."""
         return np.cumsum([0] + [f.instances for f in self.files], dtype=np.int64)
-
-
-def check_format(sequence_length: int, dtype: str, vocab_size: int) -> None:
-    if sequence_length < 2:
-        raise DataError(f"sequence length: got {sequence_length}, expected at least 2")
-    if dtype not in ("uint16", "uint32"):
-        raise DataError(f"dtype: got {dtype!r}, expected uint32 or uint16")
-    if vocab_size > np.iinfo(dtype).max + 1:
-        raise DataError(f"dtype: got {dtype} with a vocabulary of {vocab_size}; ids would wrap; fix: use uint32")
 
 
 def fingerprint(sequence_length: int, dtype: str, tokenizer: str, vocab_size: int, files: Sequence[TokenFile]) -> str:
@@ -192,9 +182,8 @@ def read_edges(path: str | os.PathLike) -> tuple[int, bytes, bytes]:
 
     def read() -> tuple[int, bytes, bytes]:
         with open(path, "rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
-            head = read_at(f.fileno(), 0, EDGE_BYTES)
-            return size, head, read_at(f.fileno(), max(0, size - EDGE_BYTES), EDGE_BYTES)
+            fd, size = f.fileno(), os.fstat(f.fileno()).st_size
+            return size, read_at(fd, 0, EDGE_BYTES), read_at(fd, max(0, size - EDGE_BYTES), EDGE_BYTES)
 
     return patiently(read, path)
 
@@ -206,20 +195,20 @@ def survey(where: str | Path, itemsize: int, read_edges: Callable = read_edges) 
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return f"{where}: got no such file (missing), expected tokens; fix: fetch it, or check the path", 0, ""
     fault = None
+    advice = f"python tools/headerless.py {shlex.quote(str(where))}" + (" --to uint16" if itemsize == 2 else "")
     if size == 0:
-        fault = f"{where}: got an empty file, expected tokens; fix: fetch it again, or remove it from the list"
+        fault = "an empty file, expected tokens; fix: fetch it again, or remove it from the list"
     elif head.startswith(NPY_MAGIC):
-        fault = f"{where}: got a real .npy header, expected headerless tokens; fix: python tools/headerless.py {where}"
+        fault = f"a real .npy header, expected headerless tokens; fix: {advice}"
     elif size % itemsize:
-        fault = f"{where}: got {size} bytes, expected a multiple of {itemsize} (odd); fix: truncated, or another dtype"
-    elif size % (2 * itemsize) == 0 and all(wider_ids(edge, itemsize) for edge in (head, tail)):
-        got = f"{where}: got 0 as every second uint{8 * itemsize}, as int{16 * itemsize} ids look, expected tokens"
-        fault = f"{got}; fix: python tools/headerless.py {where} --from int{16 * itemsize}"
-    return fault, size, hashlib.sha256(head + tail).hexdigest()
+        fault = f"{size} bytes, expected a multiple of {itemsize} (odd); fix: truncated, or another dtype"
+    elif size % (2 * itemsize) == 0 and all(every_second_is_0(edge, itemsize) for edge in (head, tail)):
+        fault = f"0 as every second id, as int{16 * itemsize} ids look, expected uint{8 * itemsize}"
+        fault += f"; fix: {advice} --from int{16 * itemsize}"
+    return fault and f"{where}: got {fault}", size, hashlib.sha256(head + tail).hexdigest()
 
 
-def wider_ids(content: bytes, itemsize: int) -> bool:
-    """Are these ids of twice the width or more, read as if they had `itemsize`? Then every second one is 0."""
+def every_second_is_0(content: bytes, itemsize: int) -> bool:
     ids = np.frombuffer(content[: len(content) // itemsize * itemsize], f"<u{itemsize}")
     return len(ids) >= 64 and bool(ids[::2].any()) and not ids[1::2].any()
 
@@ -237,10 +226,8 @@ def build_index(
     names: Sequence[str] | None = None,
     read_edges: Callable = read_edges,
 ) -> Index:
-    """An index of (label, path) pairs, in the order given. `root` is the folder that its paths will be relative to;
-    `names` are those paths where the files are not below a folder, and `read_edges` reads them there. All files that
-    are no token files are named together."""
-    check_format(sequence_length, dtype, vocab_size)
+    """An index of (label, path) pairs, in the order given. `root` is the folder that its paths will be relative to.
+    For files on a server, `names` are those paths and `read_edges` reads the files. One error names all bad files."""
     itemsize, files = np.dtype(dtype).itemsize, list(files)
     names = [relative_name(path, root) for _, path in files] if names is None else names
     surveyed = list(in_parallel(lambda file: survey(file[1], itemsize, read_edges), files, "index"))
@@ -269,17 +256,17 @@ def write_index(index: Index, path: Path) -> None:
 
 
 def find_index(path: str | os.PathLike, data_root: str | os.PathLike | None = None) -> Path:
-    """The index that a config names, so that a config works from every folder: the path as it is, from the current
-    folder, else below the data root, else beside this file. A place other than the first is said."""
-    given, places = local_path(path), [local_path(path)]
+    """The index that a config names: the path as it is, else below the data root, else beside this file. So a config
+    works from every folder. A place other than the first is said."""
+    places = [given := local_path(path)]
     if not given.is_absolute():
-        roots = [] if data_root is None else [local_path(data_root) / given, local_path(data_root) / given.name]
-        places += [*roots, Path(__file__).resolve().parent / given]
-    existing = next((place for place in places if place.is_file()), None)
-    if existing is None:
+        if data_root is not None:
+            places += [local_path(data_root) / given, local_path(data_root) / given.name]
+        places.append(Path(__file__).resolve().parent / given)
+    if (existing := next((place for place in places if place.is_file()), None)) is None:
         looked = ", ".join(dict.fromkeys(str(place.absolute()) for place in places))
-        fix = f"fix: give another path or --data-root, or python data.py index ... --out {path}"
-        raise DataError(f"{path}: got no such file, expected an index; looked for {looked}; {fix}")
+        fix = f"give another path or --data-root, or python data.py index ... --out {path}"
+        raise DataError(f"{path}: got no such file, expected an index; looked for {looked}; fix: {fix}")
     if existing.resolve() != given.resolve():
         print(f"data.py: {path} is taken from {existing}", file=sys.stderr)
     return existing
@@ -303,13 +290,10 @@ def load_index(path: str | os.PathLike) -> Index:
 
 def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) -> str | None:
     """How a token file differs from its index entry, or None. read=False looks at its size only."""
-    try:
-        status = patiently(path.stat, path)
-    except (FileNotFoundError, NotADirectoryError):
-        status = None
-    if status is None or not stat.S_ISREG(status.st_mode):
+    size = patiently(lambda: path.stat().st_size if path.is_file() else None, path)
+    if size is None:
         return f"{path}: got no such file (missing), expected {file.bytes} bytes; fix: fetch it, or give --data-root"
-    if (size := status.st_size) != file.bytes:
+    if size != file.bytes:
         kind = "empty" if size == 0 else "odd" if size % itemsize else "short" if size < file.bytes else "long"
         got = f"got {size} bytes, the index says {file.bytes} ({kind})"
         return f"{path}: {got}; fix: fetch or copy the file again, or index again"
@@ -319,7 +303,7 @@ def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) ->
     return fault
 
 
-# ------------------------------------------------------------------------------------------------------------- the order
+# ---- the order
 
 
 def order_path(order_dir: str | os.PathLike, n: int, seed: int, epoch: int) -> Path:
@@ -338,31 +322,25 @@ def epoch_order(kind: str, n: int, seed: int, epoch: int, order_dir: str | os.Pa
         return np.arange(n, dtype=np.uint32)
     if kind == "feistel":
         return FeistelOrder(n, seed, epoch)
-    if kind != "olmo_core":
-        raise DataError(f"order: got {kind!r}, expected olmo_core, feistel or sequential")
+    assert kind == "olmo_core", kind
     if order_dir is None:
         return olmo_core_permutation(n, seed, epoch)
     path = order_path(order_dir, n, seed, epoch)
     if not path.exists():
-        with one_at_a_time(path):
+        # One process of a machine builds the file and the others wait for its lock, which its death gives back. Where
+        # the file system has no locks each builds it. Either way it gets its name when it is whole: all build the same.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(lock := path.with_name(f".{path.name}.lock"), "w") as f, contextlib.ExitStack() as at_end:
+            with contextlib.suppress(OSError):
+                fcntl.flock(f, fcntl.LOCK_EX)
+            at_end.callback(lock.unlink, missing_ok=True)
             if not path.exists():
                 instances = olmo_core_permutation(n, seed, epoch)
-                with replacing(path) as f:
-                    f.write(instances)  # tofile would not say why it fails
+                with replacing(path) as order:
+                    order.write(instances)  # tofile would not say why it fails
     if (size := path.stat().st_size) != 4 * n:
         raise DataError(f"{path}: got {size} bytes, expected {4 * n}; fix: delete it, it will be built again")
     return np.memmap(path, dtype="<u4", mode="r")
-
-
-@contextlib.contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """One process builds a file, the others wait. Where the file system has no locks each builds it for itself: the file
-    gets its name when it is whole, and all build the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:  # closing it, or dying, gives the lock back
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def olmo_core_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -388,17 +366,14 @@ class FeistelOrder:
         mixed = np.random.SeedSequence([seed, epoch]).generate_state(1)[0]  # (1, 2) and (2, 1) are not neighbours
         self._instances = grain.MapDataset.range(n).shuffle(seed=int(mixed))
 
-    def __len__(self) -> int:
-        return len(self._instances)
-
     def __getitem__(self, positions):
-        positions = np.asarray(positions)
-        if positions.size and not 0 <= positions.min() <= positions.max() < len(self):
-            raise IndexError(f"position outside 0..{len(self) - 1}")  # Grain would go on into another permutation
+        positions, n = np.asarray(positions), len(self._instances)
+        if positions.size and not 0 <= positions.min() <= positions.max() < n:
+            raise IndexError(f"position outside 0..{n - 1}")  # Grain would go on into another permutation
         return np.array([self._instances[int(p)] for p in positions.flat], np.int64).reshape(positions.shape)
 
 
-# ------------------------------------------------------------------------------------------------ from tokens to a batch
+# ---- from tokens to a batch
 
 
 def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig) -> dict:
@@ -406,73 +381,70 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
 
     tokens       int32 [B, S]
     labels       int32 [B, S]   the next token; 0 at the last position, which has none
-    segment_ids  int32 [B, S]   0, or with document_mask the EOS tokens before it: an EOS is in the document it ends
+    segment_ids  int32 [B, S]   0, or with document_mask the number of EOS tokens before: an EOS ends its own document
     loss_mask    bool  [B, S]   False at the last position, where the label is mask_token, and all over a filtered row
     filtered     bool  [B]      the row repeats itself; it stays in the batch, so that no later batch moves
     instance     int64 [B]      global instance ids
 
     As in OLMo-core the label at an EOS is the first token of the next document, with and without document_mask."""
     tokens = tokens_BS.astype(np.int32)
-    labels = np.zeros_like(tokens)
+    labels, segment_ids = np.zeros_like(tokens), np.zeros_like(tokens)
     labels[:, :-1] = tokens[:, 1:]
     filtered = repetition_filtered(tokens) if config.repetition_filter else np.zeros(len(tokens), bool)
     loss_mask = np.repeat(~filtered[:, None], tokens.shape[1], axis=1)
     loss_mask[:, -1] = False
     if config.mask_token is not None:
         loss_mask &= labels != config.mask_token
-    segment_ids = np.zeros_like(tokens)
     if config.document_mask:
         is_eos = tokens == index.eos_id
         segment_ids = np.cumsum(is_eos, axis=1, dtype=np.int32) - is_eos
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "segment_ids": segment_ids,
-        "loss_mask": loss_mask,
-        "filtered": filtered,
-        "instance": instance_B,
-    }
+    batch = {"tokens": tokens, "labels": labels, "segment_ids": segment_ids}
+    return batch | {"loss_mask": loss_mask, "filtered": filtered, "instance": instance_B}
 
 
 def repetition_filtered(tokens: np.ndarray, max_period: int = 13, min_times: int = 32) -> np.ndarray:
     """[..., S] -> bool [...]: does a pattern of 1..max_period tokens stand min_times in a row somewhere?
 
-    Decides as OLMo-core data/utils.py:find_periodic_sequences. That compares rows of p tokens and adds what matches in
-    the rows before and after; its padding row keeps the end from matching the start. m consecutive matches
-    tokens[i] == tokens[i-p] are a span of m + p tokens, which is (m + p) // p times the pattern, and m >= 2p - 1 always
-    covers a whole row. So, with min_times >= 3, the decision is exactly: for some p, (min_times - 1) * p matches in a
-    row."""
+    A match of period p is tokens[i] == tokens[i-p]. m matches in a row span m + p tokens: (m + p) // p times the pattern.
+    So the answer is yes if (min_times - 1) * p matches follow one another, for some p.
+
+    Source: OLMo-core data/utils.py:find_periodic_sequences. It looks for whole rows of p tokens that match, then at
+    the rows around them. Any 2p - 1 matches cover a whole row, so with min_times >= 3 both rules decide alike."""
     assert min_times >= 3
     rows = tokens.reshape(-1, tokens.shape[-1])
     filtered = np.zeros(len(rows), bool)
     for period in range(1, min(max_period, rows.shape[1] // min_times) + 1):
         need = (min_times - 1) * period
-        # A screen, since text rarely repeats itself. Compare at every (need // 2)-th position only. A run of `need`
-        # matches covers two neighbours of that grid, so a row where no two neighbours match holds no such run.
+        # A screen, because text rarely repeats itself and comparing all positions is slow. Only every (need // 2)-th
+        # position is compared. A run of `need` matches covers two neighbours of that grid. So a row without two
+        # neighbours that match holds no such run, and the exact count below is for the few other rows.
         grid = rows[:, period :: need // 2] == rows[:, : -period : need // 2]
         suspects = (grid[:, 1:] & grid[:, :-1]).any(-1) & ~filtered
         for i in np.flatnonzero(suspects):
             mismatches = np.flatnonzero(rows[i, period:] != rows[i, :-period])
             ends = np.concatenate([[-1], mismatches, [rows.shape[1] - period]])
-            filtered[i] = np.diff(ends).max() > need  # matches between two mismatches, and one
+            filtered[i] = np.diff(ends).max() > need  # two mismatches at distance d have d - 1 matches between them
     return filtered.reshape(tokens.shape[:-1])
 
 
+@dataclass(eq=False)
 class BatchSource:
-    """Batches by global position. Picklable: Grain's workers get a copy. Nothing stays open between reads.
+    """Batches by global position. It can be pickled, because Grain's workers get a copy. No file stays open."""
 
-    `states` are size and time of modification (ns) of every file when the run opened it, by path."""
+    index: Index
+    path: Path  # of the index
+    config: DataConfig
+    root: Path  # folder that the index's paths start in
+    order_dir: str | os.PathLike | None
+    rows: np.ndarray  # this host's rows of the global batch
+    states: dict[str, tuple[int, int]]  # of each path when the run opened it: size, time of modification in ns
 
-    def __init__(
-        self, index: Index, path: Path, config: DataConfig, root: Path, order_dir, rows: np.ndarray, states: dict
-    ):
-        self.index, self.path, self.config, self.root, self.rows = index, path, config, root, rows
-        self.order_dir, self.states = order_dir, states
-        self.instances = index.instances
-        self.batches_per_epoch = self.instances // config.global_batch
-        self.usable = self.batches_per_epoch * config.global_batch
-        self._offsets = index.offsets
-        self._dtype = np.dtype(index.dtype).newbyteorder("<")
+    def __post_init__(self):
+        self.instances = self.index.instances
+        self.batches_per_epoch = self.instances // self.config.global_batch
+        self.usable = self.batches_per_epoch * self.config.global_batch
+        self._offsets = self.index.offsets
+        self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._orders = {}  # epoch -> permutation, the latest only
         self._checked_files = set()
 
@@ -486,8 +458,7 @@ class BatchSource:
 
     def instances_at(self, position: int) -> np.ndarray:
         """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""
-        if position < 0:
-            raise DataError(f"position: got {position}, expected 0 or more instances")
+        assert position >= 0
         # DIVERGENCE 8: after a change of the batch size the position stays where it was, in instances. OLMo-core counts
         # batches of the new size and rounds down, which trains up to one batch twice.
         positions = position + self.rows
@@ -570,8 +541,7 @@ def open_data(
         got = f"{index.instances} instances of {config.sequence_length} tokens"
         raise DataError(f"{config.index}: got {got}, expected at least one global batch of {config.global_batch}")
     rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
-    if rows.size == 0 or not 0 <= rows.min() <= rows.max() < config.global_batch:
-        raise DataError(f"rows: got {rows.tolist()}, expected some of 0..{config.global_batch - 1}")
+    assert rows.size and 0 <= rows.min() <= rows.max() < config.global_batch
     root = path.parent if data_root is None else local_path(data_root)
 
     def look(file: TokenFile) -> tuple[str | None, int]:
@@ -586,7 +556,7 @@ def open_data(
     return BatchSource(index, path, config, root, order_dir, rows, states)
 
 
-# ------------------------------------------------------------------------------------------------------------- the loader
+# ---- the loader
 
 
 def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetch: int = 2):
@@ -618,8 +588,8 @@ TO_THE_GROUP = (signal.SIGINT, signal.SIGTERM)  # what a terminal or a scheduler
 
 
 def with_workers(batches):
-    """The batches. Workers start with the signals held back until `end_with_parent` says what they mean. A worker that a
-    signal ends on its way makes the run fail, or Python wait for it for ever."""
+    """The batches. Signals are held back from a worker until `end_with_parent` has said what they mean to it. A worker
+    that a signal ends while it starts makes the run fail, or makes Python wait for it for ever."""
     with contextlib.closing(batches):
         multiprocessing.resource_tracker.ensure_running()  # where it starts, it lets the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, TO_THE_GROUP)
@@ -633,17 +603,12 @@ def with_workers(batches):
 
 
 def end_with_parent(worker: int, workers: int) -> None:
-    """Makes a worker process end within a second of its parent, also after kill -9 (Grain's lived on for 25 s), and
-    not before it: a signal to the whole process group leaves the parent time to finish its step and save."""
+    """Makes a worker process end within a second of its parent, also after kill -9. (Grain's lived on for 25 s.) It does
+    not end before its parent: after a signal to the whole group the parent has time to finish its step and save."""
     parent = multiprocessing.parent_process().pid
 
-    def end_later(*_):
-        timer = threading.Timer(10, os._exit, [1])
-        timer.daemon = True  # or an orderly end would wait for it
-        timer.start()
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end_later)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))  # SIGALRM, which nothing handles, ends the worker
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_THE_GROUP)
 
     def watch():
@@ -654,7 +619,7 @@ def end_with_parent(worker: int, workers: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# ---- files
 
 
 def is_url(path: str | os.PathLike) -> bool:
@@ -678,7 +643,7 @@ def os_error(e: OSError) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator:
     """A file to write that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
@@ -748,8 +713,8 @@ def read_tokens(path: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, which gives every text all of its tokens and always the same: truncation,
-    padding and dropout, which the file may ask for, are switched off. The one place that loads a tokenizer."""
+    """The tokenizer of a tokenizer.json. Truncation, padding and dropout, which the file may ask for, are switched off:
+    every text gets all of its tokens, and always the same ones. No other place loads a tokenizer."""
     path = local_path(path)
     if not path.is_file():
         raise DataError(f"{path}: got no such file, expected a tokenizer.json; fix: check --tokenizer")
@@ -765,7 +730,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     return tokenizer
 
 
-# ----------------------------------------------------------------------------------------- verbs: index | verify | show
+# ---- verbs: index | verify | show
 
 
 def make_index(args: argparse.Namespace) -> dict:
@@ -814,29 +779,30 @@ def token_files(given: Path) -> list[Path]:
     """A token file, or those of a folder and below, by name; links are followed, hidden files are not tokens."""
     if not given.exists():
         raise DataError(f"{given}: got no such file or folder; fix: check the path")
-    paths, visited = [given], set()
-    if given.is_dir():
-        paths = []
-        for folder, folders, names in os.walk(given, followlinks=True, onerror=raise_error):
-            if (real := os.path.realpath(folder)) in visited:  # links that go round in circles
-                folders.clear()
-            elif not visited.add(real):
-                folders[:] = [name for name in folders if not name.startswith(".")]
-                paths += [Path(folder, name) for name in names]
+
+    def fail(e: OSError):
+        raise e  # os.walk would pass over a folder that it may not read
+
+    paths, visited = [] if given.is_dir() else [given], set()
+    for folder, folders, names in os.walk(given, followlinks=True, onerror=fail) if given.is_dir() else ():
+        if (real := os.path.realpath(folder)) in visited:  # links that go round in circles
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(folder, name) for name in names]
     for mark in [path for path in paths if path.name == INCOMPLETE] or [given.parent / INCOMPLETE]:
         if mark.exists():
             got = f"{mark.parent}: got a folder that is being written, or whose writer was ended"
             raise DataError(f"{got}; fix: run that to its end (text_to_tokens.py: with --overwrite)")
-    files = sorted(p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(".") and p.is_file())
+    tokens = (p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(".") and p.is_file())
+    files = sorted({os.path.realpath(p): p for p in sorted(tokens, reverse=True)}.values())  # a link and its file: once
     if not files:
         raise DataError(f"{given}: got no token file, expected some that end in .npy")
-    if len(files) < len(paths):
-        print(f"data.py: {given}: {len(files)} files taken, {len(paths) - len(files)} passed over", file=sys.stderr)
+    if others := sorted(str(path.relative_to(given)) for path in set(paths) - set(files)):
+        counts = f"{len(files)} files taken, {len(others)} passed over ({', '.join(others[:3])}, ...)"
+        print(f"data.py: {given}: {counts.replace(', ...', '') if len(others) < 4 else counts}", file=sys.stderr)
     return files
-
-
-def raise_error(e: OSError):
-    raise e  # os.walk would pass over a folder that it may not read
 
 
 def summarise(index: Index) -> dict:
@@ -871,28 +837,18 @@ def verify(args: argparse.Namespace) -> dict:
 
 def show(args: argparse.Namespace) -> dict:
     index = load_index(args.index)
-    order = (args.order, args.seed, index.sequence_length, args.global_batch)
-    source = open_data(DataConfig(args.index, *order, True, None, False), args.data_root, args.order_dir)
+    config = DataConfig(args.index, args.order, args.seed, index.sequence_length, args.global_batch, True, None, False)
+    source = open_data(config, args.data_root, args.order_dir)
     own = local_path(args.index).parent / index.tokenizer
     path = args.tokenizer or (own if own.is_file() else None)
     tokenizer = None if path is None else load_tokenizer(path)
-    position = (args.step - 1) * args.global_batch
-    rows = []
+    position, rows = (args.step - 1) * args.global_batch, []
     for row, instance in enumerate(source.instances_at(position)[: args.rows]):
-        file, offset = source.locate(instance)
-        tokens = source.read(instance)
-        rows.append(
-            {
-                "row": row,
-                "position": position + row,
-                "instance": int(instance),
-                "file": file.path,
-                "offset": offset,
-                "label": file.label,
-                "filtered": bool(repetition_filtered(tokens)),
-                "text": tokenizer.decode(tokens.tolist(), skip_special_tokens=False) if tokenizer else None,
-            }
-        )
+        (file, offset), tokens = source.locate(instance), source.read(instance)
+        text = None if tokenizer is None else tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        shown = {"row": row, "position": position + row, "instance": int(instance), "file": file.path, "offset": offset}
+        filtered = bool(repetition_filtered(tokens))
+        rows.append(shown | {"label": file.label, "filtered": filtered, "text": text})
     return {"step": args.step, "epoch": position // source.usable + 1, "rows": rows}
 
 
@@ -909,10 +865,10 @@ def number(least: int, most: int) -> Callable[[str], int]:
 
 SEED, GLOBAL_BATCH, SEQUENCE_LENGTH = number(0, 2**63 - 1), number(1, 2**24), number(2, 2**31)
 ROOT_HELP = "folder that the index's paths start in (default: the folder of the index)"
-MOVED = {  # verbs of earlier versions -> tools/
-    "quickstart": "quickstart.py", "tokenize": "text_to_tokens.py", "tokenizer": "dolma2_tokenizer.py", "pack": "pack.py",
-    "domains": "domains.py", "urls": "mixes.py urls", "audit": "audit.py epoch", "order": "audit.py order",
-}  # fmt: skip
+# Verbs of earlier versions, with a flag where it alone has moved -> the tool.
+MOVED = {"quickstart": "quickstart.py", "tokenize": "text_to_tokens.py", "tokenizer": "dolma2_tokenizer.py",
+         "domains": "domains.py", "pack": "pack.py", "urls": "mixes.py urls", "index --mix": "mixes.py index",
+         "audit": "audit.py epoch", "order": "audit.py order", "verify --ids": "audit.py ids"}  # fmt: skip
 
 
 def add_index_flags(parser: argparse.ArgumentParser) -> None:
@@ -924,13 +880,12 @@ def add_index_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=number(1, 2**32))
     parser.add_argument("--eos-id", type=number(0, 2**32 - 1))
     parser.add_argument("--pad-id", type=number(0, 2**32 - 1))
-    parser.add_argument("--dtype", default="uint32", help="uint32 | uint16 (default: %(default)s)")
+    parser.add_argument("--dtype", default="uint32", choices=("uint32", "uint16"), help="default: %(default)s")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="data.py", description="Index token files, check and look at them. JSON on standard output."
-    )
+    about = "Index token files, check and look at them. JSON on standard output."
+    parser = argparse.ArgumentParser(prog="data.py", description=about)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     def verb(name: str, command: Callable, about: str, example: str) -> argparse.ArgumentParser:
@@ -965,11 +920,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--tokenizer", help="a tokenizer.json to decode with (default: the index's)")
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    new = MOVED.get((arguments or [""])[0])
-    new = "mixes.py index" if arguments[:1] == ["index"] and "--mix" in arguments else new
-    new = "audit.py ids" if arguments[:1] == ["verify"] and "--ids" in arguments else new
-    if new:
-        parser.error(f"{arguments[0]} has moved; fix: python tools/{new}, see its --help")
+    given = {argument.partition("=")[0] for argument in arguments}
+    for old, new in MOVED.items():
+        if arguments[:1] == old.split()[:1] and given.issuperset(old.split()):
+            parser.error(f"{old} has moved; fix: python tools/{new}, see its --help")
     return parser.parse_args(arguments)
 
 
@@ -977,14 +931,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         print(json.dumps(args.command(args), indent=1))
-    except DataError as e:
-        for line in str(e).split("\n"):
+        return 0
+    except (DataError, OSError) as e:  # the second: permissions, a full disk
+        wrong_input = isinstance(e, DataError)
+        for line in (str(e) if wrong_input else os_error(e)).split("\n"):
             print(f"data.py: error: {line}", file=sys.stderr)
-        return 2
-    except OSError as e:  # permissions, a full disk
-        print(f"data.py: error: {os_error(e)}", file=sys.stderr)
-        return 1
-    return 0
+        return 2 if wrong_input else 1
 
 
 if __name__ == "__main__":

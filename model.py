@@ -314,10 +314,11 @@ def rope_frequencies(config: ModelConfig, yarn: bool) -> tuple[np.ndarray, float
     return inv.astype(np.float32), 0.1 * math.log(yarn_config.factor) + 1.0
 
 
-def rope_tables(config: ModelConfig, positions_S, yarn: bool):
-    """(cos, sin), each fp32 [S, 1, K/2], at global positions."""
-    inv, factor = rope_frequencies(config, yarn)
-    angles = positions_S.astype(jnp.float32)[:, None, None] * inv
+def rope_tables(config: ModelConfig, positions_S, kind: str):
+    """(cos, sin) for a layer of this kind, each fp32 [S, 1, K/2], at global positions; [B, S] gives [B, S, 1, K/2]."""
+    # Sliding layers keep plain RoPE: no distance in a window is longer than those of pretraining.
+    inv, factor = rope_frequencies(config, yarn=kind == "f" and config.yarn is not None)
+    angles = positions_S.astype(jnp.float32)[..., None, None] * inv
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
@@ -519,13 +520,12 @@ def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution
 
 def geometry(config: ModelConfig, positions_S, segments_BS, execution: Execution) -> dict[str, tuple]:
     """{"s", "f": (cos and sin for RoPE, Where)} of sliding and full layers at these global positions."""
-    # Sliding layers keep plain RoPE: no distance in a window is longer than those of pretraining.
     # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
     sequence = positions_S.shape[0] * lax.axis_size("context")
-    window = config.window if config.window < sequence else None
+    windows = {"s": config.window if config.window < sequence else None, "f": None}
     return {
-        kind: (rope_tables(config, positions_S, yarn), locate(positions_S, segments_BS, window_of_kind, execution))
-        for kind, yarn, window_of_kind in (("s", False, window), ("f", config.yarn is not None, None))
+        kind: (rope_tables(config, positions_S, kind), locate(positions_S, segments_BS, window, execution))
+        for kind, window in windows.items()
     }
 
 
@@ -663,9 +663,9 @@ def loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, diffe
         if not differentiate:
             return (total, None), (per_token, None)
         # dx and dW are made now, while the chunk's logits are at hand: no logits are computed twice.
-        # d CE / d logits = probs - one_hot, and d lse^2 / d logits = 2 lse probs.
         local_C, mine_C = local_labels(labels_C, logits_CV.shape[-1])
         one_hot_CV = mine_C[:, None] & (local_C[:, None] == jnp.arange(logits_CV.shape[-1]))
+        # d CE / d logits = probs - one_hot, and d lse^2 / d logits = 2 lse probs.
         probs_CV = jnp.exp(logits_CV - lse_C[:, None])
         dlogits_CV = (mask_C * (1 + 2 * z_loss * lse_C))[:, None] * probs_CV - jnp.where(one_hot_CV, mask_C[:, None], 0)
         # A token of weight 0 must not bring an inf or a NaN into dW, where all tokens are added up.

@@ -35,21 +35,28 @@ import optax
 KINDS = ("cosine", "half_cosine", "linear", "constant")
 MAX_INT = 2**31 - 1  # steps and counts are int32 on the device
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configs
+
+# ------------------------------------------------------------------------------------------------------------ configs
 
 
-def _require(holds: bool, what: str, got: Any, expected: str, fix: str) -> None:
+def require(holds: bool, what: str, got: Any, expected: str) -> None:
     if not holds:
-        raise ValueError(f"{what}: got {got!r}, expected {expected}; fix: {fix}")
+        raise ValueError(f"{what}: got {got!r}, expected {expected}")
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+def check_fields(section: str, config: Any, rules: tuple) -> None:
+    """ValueError for the first rule that a field breaks. A rule: names of fields, what holds for each, the same in words."""
+    for names, holds, expected in rules:
+        for name in names.split():
+            require(holds(getattr(config, name)), f"{section}.{name}", getattr(config, name), expected)
 
 
-def _is_int(x: Any, least: int) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= MAX_INT
+def is_number(x: Any) -> bool:
+    return type(x) in (int, float) and math.isfinite(x)  # so not True, which Python counts as 1
+
+
+def is_whole(x: Any, least: int) -> bool:
+    return type(x) is int and least <= x <= MAX_INT
 
 
 @dataclass(frozen=True)
@@ -67,28 +74,22 @@ class OptimConfig:
     max_nonfinite_steps: int  # non-finite steps in a row after which the caller stops the run
 
     def __post_init__(self):
-        for name in ("peak_lr", "beta1", "beta2", "eps", "weight_decay", "clip_norm", "skip_sigma"):
-            x = getattr(self, name)
-            _require(_is_number(x), f"optim.{name}", x, "a finite number", "YAML reads 1e-8 as text; write 1.0e-8")
-        for name in ("peak_lr", "eps", "clip_norm", "skip_sigma"):
-            x = getattr(self, name)
-            _require(x > 0, f"optim.{name}", x, "a number > 0", "give a positive value")
-        for name in ("beta1", "beta2"):
-            x = getattr(self, name)
-            _require(0 <= x < 1, f"optim.{name}", x, "a number in [0, 1)", "OLMo 3 uses beta1 0.9, beta2 0.95")
-        x = self.weight_decay
-        _require(x >= 0, "optim.weight_decay", x, "a number >= 0", "use 0.0 for no weight decay")
-        for name, least in (("skip_window", 2), ("max_nonfinite_steps", 1)):
-            x = getattr(self, name)
-            _require(_is_int(x, least), f"optim.{name}", x, f"an integer >= {least}", "give a whole number")
+        rules = (
+            ("peak_lr eps clip_norm skip_sigma", lambda x: is_number(x) and x > 0, "a finite number > 0"),
+            ("beta1 beta2", lambda x: is_number(x) and 0 <= x < 1, "a number in [0, 1); fix: OLMo 3 uses 0.9, 0.95"),
+            ("weight_decay", lambda x: is_number(x) and x >= 0, "a finite number >= 0; fix: 0.0 for no weight decay"),
+            ("skip_window", lambda x: is_whole(x, 2), "a whole number >= 2"),
+            ("max_nonfinite_steps", lambda x: is_whole(x, 1), "a whole number >= 1; fix: 1 stops at the first"),
+        )
+        check_fields("optim", self, rules)
 
 
 @dataclass(frozen=True)
 class SchedulePiece:
     """Science, no defaults. A schedule is a tuple of pieces; the first whose `until` is not yet passed rules.
 
-    Every piece is written in absolute steps and in terms of the same `peak_lr`; `half_cosine` is the second half of a
-    cosine, so its warm-up ends halfway between the peak and the final value (OLMo-core HalfCosWithWarmup).
+    Every piece is written in absolute steps and in terms of the same `peak_lr`. `half_cosine` is the second half of a
+    cosine: its warm-up ends halfway between the peak and the final value (OLMo-core HalfCosWithWarmup).
     """
 
     until: int | None  # last step (inclusive, 1-based) this piece rules; None = for ever, the last piece and only it
@@ -98,39 +99,32 @@ class SchedulePiece:
     final_fraction: float  # final learning rate as a fraction of peak_lr
 
     def __post_init__(self):
-        x = self.kind
-        _require(x in KINDS, "schedule.kind", x, f"one of {', '.join(KINDS)}", "correct the name")
-        x, hint = self.until, "write the last step of this piece, or null on the last piece"
-        _require(x is None or _is_int(x, 1), "schedule.until", x, "a step >= 1, or null", hint)
-        for name, least in (("warmup_steps", 0), ("total_steps", 1)):
-            x = getattr(self, name)
-            _require(_is_int(x, least), f"schedule.{name}", x, f"an integer >= {least}", "give a whole number of steps")
-        x, constant = self.warmup_steps, self.kind == "constant"
-        expected = f"less than total_steps {self.total_steps}"
-        _require(constant or x < self.total_steps, "schedule.warmup_steps", x, expected, "shorten it or go on longer")
-        x = self.final_fraction
-        _require(_is_number(x) and 0 <= x <= 1, "schedule.final_fraction", x, "a number in [0, 1]", "0.1 in stage 1")
-        hint = "a constant piece stays at peak_lr; write 1.0 or choose another kind"
-        _require(not constant or x == 1, "schedule.final_fraction", x, "1.0", hint)
+        constant, total = self.kind == "constant", self.total_steps
+        # In this order: a rule may rely on the types that the rules before it have checked.
+        rules = (
+            ("until", lambda x: x is None or is_whole(x, 1), "a step >= 1; fix: null, on the last piece alone"),
+            ("kind", lambda x: x in KINDS, f"one of {', '.join(KINDS)}"),
+            ("total_steps", lambda x: is_whole(x, 1), "a whole number >= 1"),
+            ("warmup_steps", lambda x: is_whole(x, 0), "a whole number >= 0; fix: 0 for no warm-up"),
+            ("warmup_steps", lambda x: constant or x < total, f"less than total_steps {total}"),
+            ("final_fraction", lambda x: is_number(x) and 0 <= x <= 1, "a number in [0, 1]; fix: stage 1 uses 0.1"),
+            ("final_fraction", lambda x: not constant or x == 1, "1.0; fix: that, since a constant piece has no decay"),
+        )
+        check_fields("schedule", self, rules)
 
 
 def check_schedule(schedule: tuple[SchedulePiece, ...]) -> None:
     """ValueError unless the pieces cover every step from 1 on, each in its turn."""
-    _require(len(schedule) > 0, "schedule", schedule, "at least one piece", "add a piece with `until: null`")
-    untils = [piece.until for piece in schedule]
-    hint = "give every piece but the last its last step, and the last one null"
-    _require(untils[-1] is None, "schedule: until of the last piece", untils[-1], "null", hint)
-    for i, until in enumerate(untils[:-1]):
-        _require(until is not None, f"schedule: until of piece {i + 1} of {len(untils)}", until, "a step", hint)
-    for before, after in zip(untils[:-2], untils[1:-1], strict=True):
-        _require(before < after, "schedule: until", untils, "steps that increase", "put the pieces in order")
+    *steps, last = [piece.until for piece in schedule] or [0]
+    require(last is None, "schedule: until of the last piece", last, "null, so that a piece rules the last step too")
+    require(None not in steps, "schedule: until", steps, "a step on every piece but the last")
+    require(steps == sorted(set(steps)), "schedule: until", steps, "steps that increase; fix: put the pieces in order")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Learning rate
+# ------------------------------------------------------------------------------------------------------ learning rate
 
 
-def _piece_lr(peak: float, piece: SchedulePiece, step, xp, real):
+def piece_lr(peak: float, piece: SchedulePiece, step, xp, real):
     """Learning rate of one piece at integer array `step`; `xp` is numpy or jax.numpy, `real` its float type."""
     final = peak * piece.final_fraction
     top = final + (peak - final) / 2 if piece.kind == "half_cosine" else peak  # where the warm-up ends
@@ -155,18 +149,18 @@ def learning_rate(config: OptimConfig, schedule: tuple[SchedulePiece, ...], step
     """
     xp, real, integer = (jnp, jnp.float32, jnp.int32) if isinstance(step, jax.Array) else (np, np.float64, np.int64)
     step = xp.asarray(step)
-    _require(np.issubdtype(step.dtype, np.integer), "step", step.dtype, "an integer type", "pass the global step")
-    if xp is np:
-        _require(bool(np.all(step >= 1)), "step", step.min(), "at least 1", "the first update is number 1")
+    require(np.issubdtype(step.dtype, np.integer), "step", step.dtype, "an integer; fix: pass the global step")
+    if xp is np:  # a traced step has no value to look at
+        require(bool(np.all(step >= 1)), "step", step.min(), "at least 1, the first update")
     step = step.astype(integer)
-    lr = _piece_lr(config.peak_lr, schedule[-1], step, xp, real)
+    lr = piece_lr(config.peak_lr, schedule[-1], step, xp, real)
     for piece in reversed(schedule[:-1]):
-        lr = xp.where(step <= piece.until, _piece_lr(config.peak_lr, piece, step, xp, real), lr)
+        lr = xp.where(step <= piece.until, piece_lr(config.peak_lr, piece, step, xp, real), lr)
     return float(lr) if xp is np and lr.ndim == 0 else lr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The skip rule: fp32 scalars and a window f32[n], oldest value first, filled from the right
+# ----------------------------------------------------------------------------------------------------------- skip rule
+# Values are fp32 scalars; a window is f32[n], oldest value first, filled from the right.
 
 
 def is_spike(window, recorded, value, sigma: float):
@@ -199,8 +193,7 @@ def clip_coefficient(grad_norm, clip_norm: float):
     return jnp.minimum(clip_norm / (grad_norm + 1e-6), 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The optimizer
+# ----------------------------------------------------------------------------------------------------------- optimizer
 
 
 class SkipStepState(NamedTuple):
@@ -216,27 +209,18 @@ class SkipStepState(NamedTuple):
     skipped: jax.Array  # bool: whether the last update was skipped
 
 
-def _require_float32(what: str, tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        hint = "keep master weights, gradients and moments in fp32; cast copies for the matmuls only"
-        _require(leaf.dtype == jnp.float32, f"{what}{jax.tree_util.keystr(path)}", str(leaf.dtype), "float32", hint)
+def check_leaves(what: str, tree: Any, decay_mask: Any) -> None:
+    """ValueError, which names the leaf, unless the leaves of `tree` are those of the mask and all of them are fp32."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    masked = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(decay_mask)}
+    alone = sorted(leaves.keys() ^ masked)
+    require(not alone, f"{what} or decay mask", alone, "every leaf in both; fix: derive both from one table")
+    for name, leaf in leaves.items():
+        expected = "float32; fix: cast copies for the matmuls only"
+        require(leaf.dtype == jnp.float32, f"{what}{name}", str(leaf.dtype), expected)
 
 
-def _require_scalar(what: str, x) -> jax.Array:
-    x = jnp.asarray(x)
-    hint = "pass the global scalar, already reduced over all devices"
-    _require(x.shape == () and x.dtype == jnp.float32, what, f"{x.dtype}{list(x.shape)}", "a float32 scalar", hint)
-    return x
-
-
-def _require_same_tree(what: str, tree: Any, params: Any) -> None:
-    paths = [{jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)} for t in (tree, params)]
-    same = jax.tree.structure(tree) == jax.tree.structure(params)
-    got = sorted(paths[0] ^ paths[1]) or str(jax.tree.structure(tree))
-    _require(same, f"{what}: leaves on one side only", got, "the tree of the parameters", "derive both from one table")
-
-
-def _adamw(config: OptimConfig, decay: bool, p, g, m, v, lr, correction1, correction2):
+def adamw_leaf(config: OptimConfig, decay: bool, p, g, m, v, lr, correction1, correction2):
     """One fp32 leaf with f = 1: new p, m, v. The order of operations is that of OLMo-core's foreach_adamw_step."""
     w1, w2 = np.float32(1 - config.beta1), np.float32(1 - config.beta2)
     if decay:
@@ -258,16 +242,12 @@ def skip_step_adamw(
     for leaves that are not fp32 and for a mask that does not fit the parameters or selects none of them.
     """
     check_schedule(schedule)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(decay_mask):
-        is_bool = isinstance(leaf, bool | np.bool_)
-        _require(is_bool, f"decay mask{jax.tree_util.keystr(path)}", leaf, "True or False", "use Python bools")
-    if config.weight_decay > 0:
-        selected = any(jax.tree.leaves(decay_mask))
-        _require(selected, "decay mask", "no leaf selected", "at least one", "correct it or set weight_decay to 0.0")
+    # A pattern of names that matches nothing would train without weight decay, and nothing else would show it.
+    selected = any(jax.tree.leaves(decay_mask)) or config.weight_decay == 0
+    require(selected, "decay mask", "no leaf selected", "at least one; fix: correct it or set weight_decay to 0.0")
 
     def init(params) -> SkipStepState:
-        _require_float32("params", params)
-        _require_same_tree("decay mask", decay_mask, params)
+        check_leaves("params", params, decay_mask)
         # Every leaf is built on its own: two that shared a buffer could not both be donated.
         return SkipStepState(
             count=jnp.zeros((), jnp.int32),
@@ -283,11 +263,12 @@ def skip_step_adamw(
         )
 
     def update(grads, state: SkipStepState, params=None, *, loss, grad_norm, step):
-        _require(params is not None, "params", params, "the parameters", "call tx.update(grads, state, params, ...)")
         for what, tree in (("params", params), ("grads", grads), ("state.mu", state.mu), ("state.nu", state.nu)):
-            _require_float32(what, tree)
-            _require_same_tree(what, tree, decay_mask)
-        loss, grad_norm = _require_scalar("loss", loss), _require_scalar("grad_norm", grad_norm)
+            check_leaves(what, tree, decay_mask)
+        loss, grad_norm = jnp.asarray(loss), jnp.asarray(grad_norm)
+        for what, x in (("loss", loss), ("grad_norm", grad_norm)):
+            got, expected = f"{x.dtype}{list(x.shape)}", "float32[]; fix: reduce it over all devices first"
+            require(got == "float32[]", what, got, expected)
 
         # DIVERGENCE 2: a non-finite loss or norm always skips, also while the window is too short to judge; it changes
         # nothing at all and is not recorded. OLMo-core multiplies by f = 0, so that a NaN gradient reaches parameters
@@ -309,7 +290,7 @@ def skip_step_adamw(
         clip = clip_coefficient(grad_norm, config.clip_norm)
 
         def leaf(decay, p, g, m, v):
-            new_p, new_m, new_v = _adamw(config, decay, p, g * clip, m, v, lr, correction1, correction2)
+            new_p, new_m, new_v = adamw_leaf(config, decay, p, g * clip, m, v, lr, correction1, correction2)
             # Selected, never multiplied: 0 * NaN is NaN. x + (-0.0) has the bits of x also for x = -0.0, which
             # x + 0.0 has not (subnormals apart, which XLA may flush in any addition). For a step that is taken,
             # p + (new_p - p) is new_p, or one ulp beside it where new_p is not within a factor of two of p.

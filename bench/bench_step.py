@@ -57,7 +57,7 @@ def our_step(c: Config, tokens: np.ndarray):
     mask = np.ones((B, S), bool)
     mask[:, -1] = False
     batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "segment_ids": np.zeros_like(tokens)}
-    batch = to_device(batch | {"filtered": np.zeros(B, bool)}, np.arange(B), mesh, c)
+    batch = to_device(batch | {"filtered": np.zeros(B, bool)}, mesh, c, B)
     count = 0
 
     def one() -> float:

@@ -24,11 +24,12 @@ from typing import NamedTuple
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests", "tools")])
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pack
 import torch
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -46,6 +47,7 @@ import data
 import model
 import optim
 import train
+from attention import choose_attention
 from config import Config, batch_specs, load_config, make_execution, param_specs, shardings, to_device
 
 CPU = torch.device("cpu")
@@ -145,11 +147,12 @@ def load(transformer: torch.nn.Module, params: dict) -> None:
 
 @cache
 def logits_function(c: model.ModelConfig, attention: str):
-    run = model.Execution(attention, attention_block=8, splash=None, remat=None, scan_unroll=1, loss_chunk=37)
+    function, _ = choose_attention(attention, block=8, splash=None, interpret=True)
+    execution = model.Execution(function, remat=None, scan_unroll=1, loss_chunk=37)
     specs = {name: t.spec for name, t in model.ledger(c).items()}
 
     def body(params, tokens):
-        return model.logits(model.vary(params), model.vary(tokens), None, c, run)
+        return model.logits(model.vary(params), model.vary(tokens), None, c, execution)
 
     tokens = P(("data", "fsdp"), "context")
     mapped = jax.shard_map(body, mesh=one_device(), in_specs=(specs, tokens), out_specs=P(*tokens, "tensor"))
@@ -288,7 +291,7 @@ def our_gradients(c: Config, params: dict, batch: dict, divisor: float):
         return grads, lax.psum(sums, model.AXES)
 
     f = jax.shard_map(body, mesh=one_device(), in_specs=(specs, batch_specs(c)), out_specs=(specs, P()))
-    on_mesh = to_device(batch, np.arange(c.data.global_batch), one_device(), c)
+    on_mesh = to_device(batch, one_device(), c, c.data.global_batch)
     grads, (ce, lse_squared) = jax.tree.map(
         np.asarray, jax.jit(f, compiler_options=c.hardware.xla_flags)(params, on_mesh)
     )
@@ -326,7 +329,7 @@ def loss_pair() -> dict[str, float]:
     # The same through the compiled step, which makes the divisor itself
     mesh = one_device()
     state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
-    on_mesh = to_device(ours, np.arange(4), mesh, c)
+    on_mesh = to_device(ours, mesh, c, 4)
     _, _, metrics = train.compile_train_step(c, mesh)(*state, on_mesh, jnp.int32(1))
     their_ce, their_z = metric(reference.metrics, "CE loss"), metric(reference.metrics, "Z loss unscaled")
     return {
@@ -471,7 +474,7 @@ def training() -> Training:
         params = jax.tree.map(jnp.array, random_params(c.model))  # a copy: the step donates its state
         state = jax.device_put((params, train.optimizer(c).init(params)), shardings(mesh, train.state_specs(c)))
         for k in range(1, STEPS + 1):
-            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), np.arange(8), mesh, c)
+            batch = to_device(source.batch_at((k - 1) * c.data.global_batch), mesh, c, 8)
             *state, m = step(*state, batch, jnp.int32(k))
             theirs = reference.step(next(batches))
             get = partial(metric, theirs)
@@ -670,7 +673,7 @@ def data_fingerprint() -> Comparison:
     return Comparison("dataset fingerprints that differ", "NumpyFSLDataset.fingerprint", data_pair()["fingerprint"], 0)
 
 
-def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: data.Packing) -> NumpyDataLoaderBase:
+def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: pack.Packing) -> NumpyDataLoaderBase:
     """Its packed dataset and loader. Documents of one length in order: numpy's default sort is unstable, and how it
     leaves them depends on the CPU."""
     tokenizer = TokenizerConfig(vocab_size=10_000, eos_token_id=EOS, pad_token_id=PAD)
@@ -681,9 +684,8 @@ def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packin
         instance_filter_config=InstanceFilterConfig() if c.repetition_filter else None, work_dir=str(folder / "work"),
     ).build()  # fmt: skip
     with mock.patch.object(np, "argsort", partial(np.argsort, kind="stable")):
-        for (
-            group
-        ) in dataset._source_path_groups:  # what `prepare` does in processes of its own, which do not mix with jax
+        # `prepare` does this in processes of its own, which do not mix with jax.
+        for group in dataset._source_path_groups:
             dataset._pack_documents_from_source_into_instances(*group)
     collator = DataCollator(pad_token_id=PAD, vocab_size=10_000)
     return NumpyDataLoaderBase.wrap_numpy_dataset(
@@ -707,13 +709,13 @@ def packed_pair() -> dict[str, int]:
                 tokens = rng.integers(2, 90, lengths.sum() + int(rng.integers(0, 5)))
                 tokens[np.cumsum(lengths) - 1] = EOS
                 tokens.astype("<u4").tofile(path)
-            packing = data.Packing(S, group, 100 + n, long_documents)
+            packing = pack.Packing(S, group, 100 + n, long_documents)
             c = replace(config().data, sequence_length=S, global_batch=3, repetition_filter=n % 2 == 0)
             theirs = olmo_core_packed(paths, folder, c, packing)
             raw = our_source(paths, folder, replace(c, sequence_length=2), 10_000)
             options = f"--sequence-length={S} --group-size={group} --permutation-seed={100 + n} --workers=1"
-            arguments = ["pack", raw.config.index, f"--long-documents={long_documents}", *options.split()]
-            report = data.pack(data.parse([*arguments, "--out", str(folder / "packed")]))
+            arguments = [raw.config.index, f"--long-documents={long_documents}", *options.split()]
+            report = pack.pack(pack.parse_args([*arguments, "--out", str(folder / "packed")]))
             wrong["fingerprint"] += report["olmo_core_fingerprint"] != theirs.dataset.fingerprint
             wrong["instances"] += report["instances"]
             c = replace(c, index=report["index"], document_mask=True, mask_token=PAD)
@@ -737,7 +739,7 @@ def packed_pair() -> dict[str, int]:
             ends = np.cumsum(lengths)
             packed, spans, _ = InstancePacker(S).pack_documents(np.stack([ends - lengths, ends], axis=1))
             their_lengths = [[int(spans[d][1] - spans[d][0]) for d in documents] for documents in packed]
-            our_lengths = [lengths[documents].tolist() for documents in data.best_fit_decreasing(lengths, S)]
+            our_lengths = [lengths[documents].tolist() for documents in pack.best_fit_decreasing(lengths, S)]
             wrong["sorted"] += their_lengths != our_lengths
     return wrong
 

@@ -4,6 +4,7 @@ import functools
 import json
 from pathlib import Path
 
+import audit
 import numpy as np
 import pytest
 from corpora import EOS_ID, PAD_ID, S, V, call, config, main, make_index, random_tokens, run
@@ -32,17 +33,17 @@ def test_order_verb(corpus, tmp_path, capsys):
     assert main([*arguments, "--epoch", "0"]) == 2 and "--epoch: got 0, expected" in capsys.readouterr().err
 
 
-def test_verify_looks_at_ids(tmp_path):
+def test_ids(tmp_path):
     """Another tokenizer's ids: EOS never occurs, padding abounds (OLMo #757); an id outside the vocabulary."""
-    plain = run("verify", make_index(tmp_path / "a", {"web/a.npy": random_tokens(5000)}), "--ids")
+    plain = run("ids", make_index(tmp_path / "a", {"web/a.npy": random_tokens(5000)}))
     assert plain.returncode == 0 and "WARNING: web/a.npy: EOS 90 is in none of 5000 tokens" in plain.stderr
     padded = np.where(np.arange(5000) % 40 == 0, PAD_ID, random_tokens(5000))
     padded[7] = EOS_ID
-    warned = run("verify", make_index(tmp_path / "b", {"web/a.npy": padded}), "--ids")
+    warned = run("ids", make_index(tmp_path / "b", {"web/a.npy": padded}))
     assert warned.returncode == 0 and "WARNING: web/a.npy: 125 of 5000 tokens are padding (91)" in warned.stderr
     assert warned.stderr.count("WARNING") == 1
     padded[[4000, 4500]] = 97, 98
-    bad = run("verify", make_index(tmp_path / "c", {"web/a.npy": padded}), "--ids")
+    bad = run("ids", make_index(tmp_path / "c", {"web/a.npy": padded}))
     assert bad.returncode == 2 and "2 ids are not below 97, the first {'offset': 4000, 'id': 97}" in bad.stderr
 
 
@@ -144,7 +145,7 @@ def test_audit_finds_maxtexts_faults(bare_index, hosts, fault, never, once, caps
     nothing. The shares are those measured on MaxText itself; with one host, or without the faults, it is right."""
     command = [bare_index, "--global-batch", B, "--hosts", hosts, "--no-read"]
     assert audited(capsys, *command)["exact"]
-    monkeypatch.setattr(data, "loader", functools.partial(maxtext_loader, **fault))
+    monkeypatch.setattr(audit, "loader", functools.partial(maxtext_loader, **fault))
     report = audited(capsys, *command)
     shares = {int(times): n / N for times, n in report["visits"].items()}
     assert report["exact"] == (never == 0)
@@ -166,4 +167,4 @@ def test_audit_usage(corpus, capsys):
         code, out, err = call(capsys, "audit", corpus, "--global-batch", 4, *more)
         assert code == 2 and not out and message in err
     code, _, err = call(capsys, "audit", corpus, "--global-batch", 24, "--no-read")
-    assert code == 2 and "got 23 instances of 16 tokens, expected at least one global batch of 24" in err
+    assert code == 2 and "got 23 instances, expected at least one batch of 24" in err

@@ -17,6 +17,7 @@ from tensorboardX import SummaryWriter
 
 import compare
 import data
+import scalars
 
 
 def write(path, rows: list[dict], end: str = "\n") -> str:
@@ -149,7 +150,7 @@ for argv in {calls}:
     run = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True,
                          text=True, check=True)  # fmt: skip
     loaded = [set(json.loads(line)) for line in run.stderr.splitlines() if line.startswith("[")]
-    assert len(loaded) == 4 and not loaded[0] & {"matplotlib", "tensorboardX", "scipy"}
+    assert len(loaded) == 4 and not loaded[0] & {"matplotlib", "scipy", "jax"}
     assert not loaded[-1] & {"jax", "jaxlib", "orbax", "grain", "train", "model", "launch"}
     endless = ((step, {"x": step}) for step in iter(int, 1))  # a list of it would never end
     assert next(compare.side_by_side(endless, iter([(0, {"x": 0})]))) == (0, {"x": 0}, {"x": 0})
@@ -263,7 +264,7 @@ def test_bins():
     rng = np.random.default_rng(3)
     steps, common = np.arange(1, 2001), rng.normal(0, 0.5, 2000)
     a, b = ({int(s): x for s, x in zip(steps, common + rng.normal(d, 0.01, 2000), strict=True)} for d in (0.1, 0))
-    series = [compare.Series.of(x, {}, 0) for x in (a, b)]
+    series = [scalars.Series.of(x, {}, 0) for x in (a, b)]
     bins = compare.compare_bins(*series, 500)
     assert bins.centre.tolist() == [250.5, 750.5, 1250.5, 1750.5] and bins.first.tolist() == [1, 501, 1001, 1501]
     assert bins.delta[1] == pytest.approx(np.mean([a[s] - b[s] for s in range(501, 1001)]))
@@ -275,7 +276,7 @@ def test_bins():
     assert bins.error == pytest.approx(np.full(4, 0.5 * math.sqrt(2 / 250)), rel=0.2)
     few = [s[s.steps % 250 == 1] for s in series]  # two steps a bin, which may be close by chance
     assert compare.compare_bins(*few, 500).error.min() > 0.5 * 0.01
-    window = compare.Series.of({1000: 0.7}, {1000: 10}, 0)  # a mean of 10 steps about 1,000
+    window = scalars.Series.of({1000: 0.7}, {1000: 10}, 0)  # a mean of 10 steps about 1,000
     for pair, sign in (((window, series[1]), 1), ((series[1], window), -1)):
         bins = compare.compare_bins(*pair, 500)
         assert bins.delta.tolist() == pytest.approx([sign * (0.7 - np.mean([b[s] for s in range(750, 1251)]))])
@@ -322,7 +323,7 @@ def test_event_files_as_tensorboard_reads_them(capsys, tmp_path):
         first = min(folder.iterdir())
         os.rename(first, folder / f"events.out.tfevents.{100 + shift}.host")  # in the order of their starts
     shown = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars("train/CE_loss")
-    got = compare.read_board(compare.event_files(folder))["train/CE_loss"]
+    got = scalars.read_board(scalars.event_files(folder))["train/CE_loss"]
     assert got == {e.step: e.value for e in shown} and sorted(got) == [*range(1, 36), *range(36, 51, 2)]
     assert got[20] == 20 and got[21] == 22
     newest = max(folder.iterdir())
@@ -338,12 +339,12 @@ def test_event_files_as_tensorboard_reads_them(capsys, tmp_path):
 
 def test_references(capsys, tmp_path):
     """A reference that cannot be read; means of steps far apart compared with single steps."""
-    for path in sorted(compare.REFERENCES.glob("*.csv")):
-        ((name, source, scalars),) = compare.find_scalars(path.stem)
+    for path in sorted(scalars.REFERENCES.glob("*.csv")):
+        ((name, source, scalars),) = scalars.find_scalars(path.stem)
         assert name == path.stem and set(map(bool, scalars.values())) == {True}
-        assert compare.make_run(name, source, scalars, "refuse").z_loss == "none"
-    ((_, _, scalars),) = compare.find_scalars("olmo3-7b")
-    reference = compare.make_run("", "", scalars, "refuse")
+        assert scalars.make_run(name, source, scalars, "refuse").z_loss == "none"
+    ((_, _, scalars),) = scalars.find_scalars("olmo3-7b")
+    reference = scalars.make_run("", "", scalars, "refuse")
     assert reference.training.counts[reference.training.steps == 1_300_000] == [8]
     assert {k: s.values[-1] for k, s in reference.heldout.items()} == {
         "c4_en-validation": 2.4691, "pile-validation": 1.7762, "dolma_common-crawl-validation": 2.6007,
@@ -432,7 +433,7 @@ def test_names_of_runs_and_pictures(capsys, tmp_path, monkeypatch):
     assert call(capsys, "exact", f"~/{ODD[0]}", f"~/{ODD[0]}/metrics.jsonl", "--json")[0] == 0
     as_chart(tmp_path / "home" / "e.csv", {ODD[0]: losses()})
     code, report, _ = call(capsys, "import-wandb", "~/e.csv", f"~/{ODD[2]}")
-    assert code == 0 and len(compare.event_files(tmp_path / "home" / ODD[2])) == 1
+    assert code == 0 and len(scalars.event_files(tmp_path / "home" / ODD[2])) == 1
     assert call(capsys, "curves", f"~/{ODD[2]}", runs[1], "--png", png)[0] == 0
     assert not (tmp_path / "~").exists()
     monkeypatch.chdir(tmp_path / "home" / ODD[0])
@@ -444,7 +445,7 @@ def test_names_of_runs_and_pictures(capsys, tmp_path, monkeypatch):
 
 def test_a_legend_names_every_run(tmp_path):
     """matplotlib leaves a label that begins with an underscore out of a legend without a word."""
-    runs = [compare.make_run(name, "", losses(), "refuse") for name in ODD]
+    runs = [scalars.make_run(name, "", losses(), "refuse") for name in ODD]
     _, top, low = compare.new_figure()
     compare.draw_losses(top, runs, 20)
     for i, r in enumerate(runs):

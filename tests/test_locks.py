@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from corpora import REPO, alive
 
-import data
 import processes
 
 HOLDER = """
 import os, sys, time
 sys.path.insert(0, {repo!r})
-import data
+import processes
 with processes.sole_writer(sys.argv[1]):
     if "fork" in sys.argv and os.fork() == 0:
         os.write(1, b"%d\\n" % os.getpid())
@@ -115,7 +114,7 @@ def test_threads_and_a_lock_that_is_removed(tmp_path, monkeypatch):
     [thread.join() for thread in threads]
     assert most == [1, 1, 1, 1] and not list(tmp_path.iterdir())
 
-    flock, calls = data.fcntl.flock, []
+    flock, calls = processes.fcntl.flock, []
 
     def removed_before(fd, how):
         calls.append(fd)
@@ -123,7 +122,7 @@ def test_threads_and_a_lock_that_is_removed(tmp_path, monkeypatch):
             (tmp_path / ".out.lock").unlink()
         flock(fd, how)
 
-    monkeypatch.setattr(data.fcntl, "flock", removed_before)
+    monkeypatch.setattr(processes.fcntl, "flock", removed_before)
     with processes.sole_writer(tmp_path / "out"):
         assert len(calls) == 2
 
@@ -132,7 +131,7 @@ def test_threads_and_a_lock_that_is_removed(tmp_path, monkeypatch):
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
     """ "[Errno 38] Function not implemented" without a file's name, two writers after all, or an output that cannot be
     written because a lock cannot."""
-    flock, opened = data.fcntl.flock, os.open
+    flock, opened = processes.fcntl.flock, os.open
     local, output = tmp_path / "local", tmp_path / "mounted" / "out"
     local.mkdir()
     everywhere = []
@@ -151,7 +150,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
     if number in (errno.EACCES, errno.EROFS):
         monkeypatch.setattr(os, "open", read_only)
     else:
-        monkeypatch.setattr(data.fcntl, "flock", no_flock)
+        monkeypatch.setattr(processes.fcntl, "flock", no_flock)
     with processes.sole_writer(output):
         err = capsys.readouterr().err
         assert f"mounted/.out.lock: no lock here ({os.strerror(number)}" in err and "other machines" in err

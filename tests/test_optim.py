@@ -1,6 +1,13 @@
-"""optim.py against an independent rendering of OLMo-core's rule, its update in torch, and its published numbers."""
+"""optim.py: schedules at their edges, checks, skipped steps, dtypes, masks, shards.
+
+tests/test_reference.py compares learning rates, the skip rule and the update with OLMo-core's own code.
+"""
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -11,6 +18,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import optim
 from optim import (
     OptimConfig,
     SchedulePiece,
@@ -38,7 +46,6 @@ AI2_STAGE1 = (
     SchedulePiece(None, "half_cosine", 597_046, 1_668_931, 0.1),
 )
 STAGE2 = (SchedulePiece(None, "linear", 0, 47_684, 0.0),)
-STAGE3 = (SchedulePiece(None, "linear", 200, 11_921, 0.0),)
 WARM_SCHEDULE = (SchedulePiece(None, "linear", 10, 500, 0.1),)
 CONSTANT = (SchedulePiece(None, "constant", 0, 1, 1.0),)
 
@@ -98,59 +105,21 @@ def assert_same_bits(a, b):
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Learning rate
-
-
-def olmo_core_lr(piece, peak, step):
-    """OLMo-core's get_lr, scalar and in its own form (cosines, not squared sines)."""
-    warmup, total, final = piece.warmup_steps, piece.total_steps, peak * piece.final_fraction
-    if piece.kind == "half_cosine":
-        if step < warmup:
-            return (final + (peak - final) / 2) * step / warmup
-        if step >= total:
-            return final
-        return (
-            final
-            + (peak - final) * (1 + math.cos(math.pi * (step - warmup + total - warmup) / 2 / (total - warmup))) / 2
-        )
-    if step < warmup:
-        return peak * step / warmup
-    if piece.kind == "constant":
-        return peak
-    if step >= total:
-        return final
-    if piece.kind == "linear":
-        return peak - (peak - final) * (step - warmup) / (total - warmup)
-    return final + (peak - final) * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+# ------------------------------------------------------------------------------------------------------- learning rate
 
 
 @pytest.mark.parametrize(
     ("schedule", "peak", "step", "expected", "rel"),
     [
         (CASE_STUDY, 3e-4, 1, 1.5e-7, 1e-12),
-        (CASE_STUDY, 3e-4, 1000, 1.5e-4, 1e-12),
-        (CASE_STUDY, 3e-4, 1999, 2.9985e-4, 1e-12),
         (CASE_STUDY, 3e-4, 2000, 3e-4, 1e-12),
         (CASE_STUDY, 3e-4, 597_046, 1.979988e-4, 1e-6),
-        (CASE_STUDY, 3e-4, 708_039, 1.65e-4, 1e-12),
         (CASE_STUDY, 3e-4, 1_414_078, 3e-5, 1e-12),
-        (CASE_STUDY, 3e-4, 2_000_000, 3e-5, 1e-12),
-        (AI2_STAGE1, 3e-4, 100_000, 2.9550768e-4, 1e-8),
         (AI2_STAGE1, 3e-4, 476_838, STAGE2_PEAK, 1e-15),  # stage 2 starts from this value
         (AI2_STAGE1, 3e-4, 597_046, 1.6500018e-4, 1e-7),
-        (AI2_STAGE1[1:], 3e-4, 596_048, 1.6472419e-4, 1e-7),
-        (AI2_STAGE1[1:], 3e-4, 597_045, 1.6499972e-4, 1e-7),
-        (AI2_STAGE1[1:], 3e-4, 597_046, 1.65e-4, 1e-12),
-        (AI2_STAGE1, 3e-4, 1_000_000, 8.983e-5, 1e-4),
         (AI2_STAGE1, 3e-4, 1_413_814, 3.932527e-5, 1e-6),
         (STAGE2, STAGE2_PEAK, 1, 2.07119185e-4, 1e-8),
-        (STAGE2, STAGE2_PEAK, 47_683, 4.34e-9, 1e-3),
         (STAGE2, STAGE2_PEAK, 47_684, 0.0, 0),
-        (STAGE3, STAGE2_PEAK, 1, 1.0356e-6, 1e-4),
-        (STAGE3, STAGE2_PEAK, 200, STAGE2_PEAK, 1e-12),
-        (STAGE3, STAGE2_PEAK, 11_920, 1.77e-8, 1e-2),
-        (STAGE3, STAGE2_PEAK, 11_921, 0.0, 0),
     ],
 )
 def test_learning_rate_of_published_steps(schedule, peak, step, expected, rel):
@@ -160,55 +129,54 @@ def test_learning_rate_of_published_steps(schedule, peak, step, expected, rel):
     assert lr == pytest.approx(expected, rel=rel, abs=0)
 
 
-@pytest.mark.parametrize("kind", ["cosine", "half_cosine", "linear", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-def test_learning_rate_equals_the_reference_form(kind, warmup):
-    """Fault: an edge (warm-up of 0 or 1, its last step, past the end) where the rewritten formula leaves OLMo-core's."""
-    piece = SchedulePiece(None, kind, warmup, 61, 1.0 if kind == "constant" else 0.1)
-    steps = np.arange(1, 100)
-    expected = [olmo_core_lr(piece, CONFIG.peak_lr, int(s)) for s in steps]
-    np.testing.assert_allclose(learning_rate(CONFIG, (piece,), steps), expected, rtol=1e-14)
-
-
 @pytest.mark.parametrize(
-    ("schedule", "peak", "tolerance"),
-    [
-        (CASE_STUDY, 3e-4, 3e-7),
-        (AI2_STAGE1, 3e-4, 3e-7),
-        (STAGE2, STAGE2_PEAK, 3e-7),
-        (STAGE3, STAGE2_PEAK, 3e-7),
-        ((replace(CASE_STUDY[0], final_fraction=0.0),), 3e-4, 5e-7),
-    ],
-)
-def test_traced_fp32_learning_rate_at_every_step(schedule, peak, tolerance):
-    """Fault: cancellation in fp32 (1 + cos near the end, step/total as a rounded fraction). Measured: 2.3e-7 to 2.6e-7
-    for the cosines under jit, 1.4e-7 for the lines, 4.6e-7 for a cosine that ends at 0."""
-    config = replace(CONFIG, peak_lr=peak)
+    ("kind", "top", "middle", "end"),
+    [("cosine", 1.0, 0.55, 0.1), ("half_cosine", 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2, 0.1),
+     ("linear", 1.0, 0.55, 0.1), ("constant", 1.0, 1.0, 1.0)],
+)  # fmt: skip
+@pytest.mark.parametrize("warmup", [0, 1, 8])
+def test_a_curve_at_its_edges(kind, top, middle, end, warmup):
+    """Fault: a warm-up of 0 or 1 that divides by 0, its last step or the last of the curve off by one, a curve that
+    goes on past its end, a half cosine that starts from the peak. Rates are in units of the peak."""
+    piece, total = SchedulePiece(None, kind, warmup, warmup + 60, end), warmup + 60
+    steps = np.array([max(warmup, 1), warmup + 30, total, total + 1, total + 99])
+    expected = np.array([top, middle, end, end, end])
+    if warmup == 0:
+        steps, expected = steps[1:], expected[1:]
+    np.testing.assert_allclose(learning_rate(replace(CONFIG, peak_lr=1.0), (piece,), steps), expected, rtol=1e-14)
+    if warmup > 1:
+        assert learning_rate(replace(CONFIG, peak_lr=1.0), (piece,), warmup - 1) == pytest.approx(top * 7 / 8)
+
+
+def test_traced_fp32_learning_rate_at_every_step():
+    """Fault: cancellation in fp32 (1 + cos near the end, step/total as a rounded fraction). A cosine that ends at 0 is
+    the hardest: 4.6e-7 measured."""
+    schedule = (replace(CASE_STUDY[0], final_fraction=0.0),)
     steps = np.arange(1, schedule[-1].total_steps + 50)
-    exact = learning_rate(config, schedule, steps)
-    traced = np.asarray(jax.jit(lambda s: learning_rate(config, schedule, s))(jnp.asarray(steps, jnp.int32)))
+    exact = learning_rate(CONFIG, schedule, steps)
+    traced = np.asarray(jax.jit(lambda s: learning_rate(CONFIG, schedule, s))(jnp.asarray(steps, jnp.int32)))
     assert exact.dtype == np.float64 and traced.dtype == np.float32
-    assert np.all(np.abs(traced - exact) <= tolerance * exact)  # and so exactly 0 where the rate is 0
+    assert np.all(np.abs(traced - exact) <= 5e-7 * exact)  # and so exactly 0 where the rate is 0
 
 
 def test_pieces_change_over_at_until():
     """Fault: the second piece ruling one step early or late, or its warm-up counted from its own start."""
-    schedule = (SchedulePiece(10, "cosine", 4, 30, 0.1), SchedulePiece(None, "linear", 20, 50, 0.0))
+    first, second = SchedulePiece(10, "cosine", 4, 30, 0.1), SchedulePiece(None, "linear", 20, 50, 0.0)
     for step in (1, 9, 10, 11, 19, 20, 21, 50):
-        expected = olmo_core_lr(schedule[step > 10], CONFIG.peak_lr, step)
-        assert learning_rate(CONFIG, schedule, step) == pytest.approx(expected, rel=1e-14, abs=0)
-        assert float(learning_rate(CONFIG, schedule, jnp.int32(step))) == pytest.approx(expected, rel=5e-7, abs=0)
+        alone = second if step > 10 else replace(first, until=None)
+        for as_type in (int, jnp.int32):
+            at = as_type(step)
+            assert learning_rate(CONFIG, (first, second), at) == learning_rate(CONFIG, (alone,), at)
 
 
 def test_learning_rate_refuses_what_is_not_a_step():
     """Fault: a step counted from 0, or a float that was rounded on the way."""
     for step in (0, np.arange(3), 1.0, jnp.float32(3)):
-        with pytest.raises(ValueError, match="^step: got .*; fix: "):
+        with pytest.raises(ValueError, match="^step: got .*, expected "):
             learning_rate(CONFIG, CASE_STUDY, step)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configs
+# ------------------------------------------------------------------------------------------------------------- configs
 
 
 @pytest.mark.parametrize(
@@ -217,6 +185,7 @@ def test_learning_rate_refuses_what_is_not_a_step():
         ("peak_lr", 0.0),
         ("peak_lr", "1e-4"),
         ("peak_lr", math.nan),
+        ("clip_norm", True),
         ("beta1", 1.0),
         ("beta2", -0.1),
         ("eps", 0.0),
@@ -224,13 +193,14 @@ def test_learning_rate_refuses_what_is_not_a_step():
         ("clip_norm", 0.0),
         ("skip_window", 1),
         ("skip_window", 128.0),
+        ("skip_window", 2**31),
         ("skip_sigma", math.inf),
         ("max_nonfinite_steps", 0),
     ],
 )
 def test_optim_config_refuses(key, value):
     """Fault: a value that trains silently wrong, such as text that YAML made of 1e-4."""
-    with pytest.raises(ValueError, match=f"^optim.{key}: got .*, expected .*; fix: "):
+    with pytest.raises(ValueError, match=f"^optim.{key}: got .*, expected "):
         replace(CONFIG, **{key: value})
 
 
@@ -243,12 +213,13 @@ def test_optim_config_refuses(key, value):
         ("warmup_steps", 50),  # = total_steps: the curve would have no length
         ("total_steps", 0),
         ("total_steps", 1.4e6),
+        ("total_steps", "50"),
         ("final_fraction", 1.5),
     ],
 )
 def test_schedule_piece_refuses(key, value):
     """Fault: an unknown kind or an empty curve (0/0) that shows only in the loss."""
-    with pytest.raises(ValueError, match=f"^schedule.{key}: got .*, expected .*; fix: "):
+    with pytest.raises(ValueError, match=f"^schedule.{key}: got .*, expected "):
         replace(SchedulePiece(None, "cosine", 5, 50, 0.1), **{key: value})
 
 
@@ -262,42 +233,16 @@ def test_constant_piece_refuses_a_final_fraction_it_would_ignore():
 def test_schedule_must_cover_every_step_once(untils):
     """Fault: a gap, an overlap or an end in the list of pieces."""
     pieces = tuple(SchedulePiece(until, "cosine", 5, 50, 0.1) for until in untils)
-    with pytest.raises(ValueError, match="^schedule.*; fix: "):
+    with pytest.raises(ValueError, match="^schedule: until.*got .*, expected "):
         check_schedule(pieces)
     check_schedule(tuple(SchedulePiece(until, "cosine", 5, 50, 0.1) for until in (10, 20, None)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The skip rule
+# ----------------------------------------------------------------------------------------------------------- skip rule
 
 
-class ListRule:
-    """OLMo-core's rule in its own form: Python lists of the last n + 1 values, the current one at the end."""
-
-    def __init__(self, n=128, sigma=6.0):
-        self.n, self.sigma, self.losses, self.norms = n, sigma, [], []
-
-    def skips(self, loss, norm):
-        for values, value in ((self.losses, loss), (self.norms, norm)):
-            values.append(float(value))
-            while len(values) > self.n + 1:
-                values.pop(0)
-        if len(self.losses) < max(2, self.n // 2):
-            return False
-        return not all(self.within(values) for values in (self.losses, self.norms))
-
-    def within(self, values):
-        before = values[:-1]
-        mean = sum(before) / len(before)
-        if len(before) < 2:
-            return False  # torch.std_mean of one value is NaN
-        std = math.sqrt(sum((x - mean) ** 2 for x in before) / (len(before) - 1))
-        return values[-1] - mean <= self.sigma * std
-
-
-def skipped_steps(losses, norms, n=128):
-    """Steps (from 1) that the optimizer skips with a window of n; asserts that the list rule skips the same."""
-    losses, norms = np.asarray(losses, np.float32), np.asarray(norms, np.float32)
+def skipped_steps(losses, norms, n):
+    """Steps (from 1) that the optimizer skips with a window of n."""
     tx = skip_step_adamw(replace(CONFIG, skip_window=n), CONSTANT, {"w": True})
     params = {"w": jnp.ones(3)}
 
@@ -307,132 +252,31 @@ def skipped_steps(losses, norms, n=128):
         return state, state.skipped
 
     skipped = jax.jit(lambda *trace: jax.lax.scan(body, tx.init(params), trace)[1])
-    ours = np.flatnonzero(skipped(jnp.arange(1, len(losses) + 1), losses, norms)) + 1
-    rule = ListRule(n)
-    theirs = [i + 1 for i, values in enumerate(zip(losses, norms, strict=True)) if rule.skips(*values)]
-    assert ours.tolist() == theirs
-    return theirs
+    return (np.flatnonzero(skipped(jnp.arange(1, len(losses) + 1), losses, norms)) + 1).tolist()
 
 
-@pytest.mark.parametrize("n", [2, 5, 6, 7, 128])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_skip_rule_on_long_random_traces(n, seed):
-    """Fault: a window one too long or short, the current value in its own statistics, a biased deviation, one series
-    forgotten, skipped values left out of the window."""
-    rng = np.random.default_rng(seed)
-    steps = 2000
-    losses = 2 + 8 * np.exp(-np.arange(steps) / 200) + rng.normal(0, 0.05, steps)
-    norms = rng.lognormal(-1, 0.3, steps)
-    for values, size in ((losses, 0.4), (norms, 2.5)):
-        where = rng.random(steps) < 0.03
-        values[where] += rng.choice([-1, 1, 1, 1], where.sum()) * rng.exponential(size, where.sum())
-    assert len(skipped_steps(losses, norms, n)) > 5
-
-
-def test_first_step_that_can_be_skipped_is_number_64():
-    """Fault: the minimum history counted without the current value (65) or with one value too few (63)."""
-    for at, expected in ((10, []), (63, []), (64, [64]), (65, [65])):
+@pytest.mark.parametrize(("n", "first"), [(2, 2), (5, 2), (6, 3), (7, 3), (20, 10), (128, 64)])
+def test_first_step_that_can_be_skipped(n, first):
+    """Fault: the history of max(2, n // 2) counted without the current value, or with one value too few. Windows below
+    6 judge step 2 by one value, which has no deviation: OLMo-core skips that step whatever its value is."""
+    always = [2] if n < 6 else []
+    for at in (first - 1, first, first + 1):
         for which in (0, 1):
-            trace = [values[1:].copy() for values in series(100)]
-            trace[which][at - 1] += 100
-            assert skipped_steps(*trace) == expected
+            trace = [values[1:].copy() for values in series(first + 1)]
+            trace[which][at - 1] += 1000
+            assert skipped_steps(*trace, n) == sorted({*always, *([at] if at >= first else [])}), (at, which)
 
 
-def test_skipped_values_enter_the_window():
-    """Fault: spikes kept out of the history: a new plateau would then be skipped for ever."""
-    losses, norms = (values[1:] for values in series(400))
-    losses[199:202] += 10
-    assert skipped_steps(losses, norms) == [200, 201, 202]
-    losses[202:] += 10
-    skipped = skipped_steps(losses, norms)
-    assert skipped[:3] == [200, 201, 202] and len(skipped) < 10
-
-
-def test_downward_spikes_and_constant_series_are_accepted():
-    """Fault: a two-sided rule, or < for <= (a constant series has deviation 0 and is its own mean)."""
-    losses, norms = (values[1:] for values in series(300))
-    losses[150], norms[200] = -50, 0
-    assert skipped_steps(losses, norms) == []
-    for value in (2.3, 0.1, 1e-3, 3e4):
-        assert skipped_steps(np.full(300, value), np.full(300, 1 / value)) == []
-    constant = np.full(300, 2.3, np.float32)
-    constant[250] = np.nextafter(constant[250], np.float32(np.inf))
-    assert skipped_steps(constant, np.ones(300)) == [251]
-
-
-def test_old_values_leave_the_window():
-    """Fault: an eviction that is off by one. A huge early value hides a spike while it is among the 128 before it."""
-    for at, expected in ((138, []), (139, [139])):
-        losses, norms = (values[1:] for values in series(200))
-        losses[9] = 1000.0  # step 10, among the values before step 138, no longer among those before step 139
+def test_old_values_leave_a_short_window():
+    """Fault: an eviction that is off by one. A huge early value hides a spike while it is among the 6 before it."""
+    for at, expected in ((8, []), (9, [9])):
+        losses, norms = (values[1:] for values in series(20))
+        losses[1] = 1000.0  # step 2, before any is judged: among the 6 before step 8, not among those before step 9
         losses[at - 1] += 5.0
-        assert skipped_steps(losses, norms) == expected
+        assert skipped_steps(losses, norms, 6) == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The update
-
-
-def torch_reference(torch, config, p, g, m, v, t, lr, decay):
-    """OLMo-core's foreach_adamw_step with step_factor 1, op by op, on one tensor, in place."""
-    f = torch.tensor(1.0)
-    p.mul_(1 - f * (lr * (config.weight_decay if decay else 0.0)))
-    w1 = f * (1 - config.beta1)
-    m.mul_(1.0 - w1)
-    m.add_(g * w1)
-    w2 = f * (1 - config.beta2)
-    v.mul_(1.0 - w2)
-    v.add_((g * g) * w2)
-    correction1 = 1 - torch.pow(config.beta1, t + 1)
-    correction2 = 1 - torch.pow(config.beta2, t + 1)
-    denominator = v.sqrt()
-    denominator.div_(correction2.sqrt())
-    denominator.add_(config.eps)
-    update = m / denominator
-    update.mul_(-f * (lr / correction1))
-    p.add_(update)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_forty_updates_against_torch(jit):
-    """Fault: another order of operations, a rounded beta, eps inside the root, decay after the step, Adam's t off by
-    one, clipping left out.
-
-    Each update starts from torch's state. Op by op, m and v have torch's bits and p is within an ulp of the larger of p
-    and eight updates (torch's square root and XLA's division by a scalar are off by an ulp now and then, the fp32 rate
-    by two). Under jit XLA on a CPU contracts a*b + c into one rounding: m within two ulps of the larger term of its sum,
-    v within one, p within two. Where |p| < 8 updates, ulps of p itself mean nothing: p may cancel to almost 0."""
-    torch = pytest.importorskip("torch")
-    schedule = (SchedulePiece(None, "cosine", 5, 60, 0.1),)
-    tx, step_fn = make_step(schedule=schedule, jit=jit)
-    params = make_params()
-    state = tx.init(params)
-    rng = np.random.default_rng(5)
-    for k in range(1, 41):
-        grads = make_grads(k, scale=10 ** rng.uniform(-4, -1))  # clipped and not clipped
-        norm = global_norm(grads)
-        lr = learning_rate(CONFIG, schedule, k)
-        new_params, new_state = step_fn(params, state, grads, jnp.float32(2.0), norm, jnp.int32(k))
-        assert not new_state.skipped and new_state.count == k
-
-        coefficient = torch.clamp(CONFIG.clip_norm / (torch.tensor(np.asarray(norm)) + 1e-6), max=1.0)
-        reference = []
-        trees = (params, grads, state.mu, state.nu, MASK, new_params, new_state.mu, new_state.nu)
-        rows = zip(*map(jax.tree.leaves, trees), strict=True)
-        for p0, g, m0, v0, decay, p1, m1, v1 in rows:
-            p, g, m, v = (torch.tensor(np.asarray(x)) for x in (p0, g, m0, v0))
-            g.mul_(coefficient)
-            torch_reference(torch, CONFIG, p, g, m, v, torch.tensor(float(k - 1)), lr, decay)
-            p, g, m, v = (x.numpy() for x in (p, g, m, v))
-            error_m = np.abs(m1 - m) / np.spacing(np.maximum(np.abs(m0) * 0.9, np.abs(g) * 0.1))
-            error_v = np.abs(v1 - v) / np.spacing(v)
-            error_p = np.abs(p1 - p) / np.spacing(np.maximum(np.abs(p), 8 * np.abs(p - p0)))
-            errors = tuple(float(np.max(x)) for x in (error_m, error_v, error_p))
-            assert all(x <= y for x, y in zip(errors, (2, 1, 2) if jit else (0, 0, 1), strict=True)), (k, errors)
-            reference.append((p, m, v))
-        params, mu, nu = (jax.tree.unflatten(jax.tree.structure(params), x) for x in zip(*reference, strict=True))
-        params, mu, nu = jax.tree.map(jnp.asarray, (params, mu, nu))
-        state = new_state._replace(mu=mu, nu=nu)
+# -------------------------------------------------------------------------------------------------------------- update
 
 
 def test_clipping_uses_the_global_norm():
@@ -465,12 +309,10 @@ def test_weight_decay_reaches_exactly_the_masked_leaves():
 
 
 def test_decay_mask_must_fit_and_select_something():
-    """Fault: a name pattern that matches nothing, a leaf without an entry, a truthy string for a bool."""
+    """Fault: a name pattern that matches nothing, a leaf without an entry."""
     with pytest.raises(ValueError, match="decay mask: got 'no leaf selected'.*; fix: "):
         skip_step_adamw(CONFIG, CONSTANT, {"a": False})
     skip_step_adamw(replace(CONFIG, weight_decay=0.0), CONSTANT, {"a": False})
-    with pytest.raises(ValueError, match=r"decay mask\['a'\]: got 'yes'"):
-        skip_step_adamw(CONFIG, CONSTANT, {"a": "yes"})
     with pytest.raises(ValueError, match=r"decay mask.*\['a'\].*\['b'\].*; fix: "):
         skip_step_adamw(CONFIG, CONSTANT, {"a": True}).init({"b": jnp.ones(3)})
 
@@ -491,12 +333,11 @@ def test_only_fp32_is_accepted():
     with pytest.raises(ValueError, match=r"grads\['embed'\]: got 'bfloat16'"):
         step_fn(params, state, half, *scalars)
     for loss, norm in ((jnp.bfloat16(2.0), jnp.float32(0.3)), (jnp.float32(2.0), jnp.ones(2))):
-        with pytest.raises(ValueError, match="(loss|grad_norm): got .*, expected a float32 scalar"):
+        with pytest.raises(ValueError, match=r"(loss|grad_norm): got .*, expected float32\[\]"):
             step_fn(params, state, params, loss, norm, jnp.int32(1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Skipped steps
+# ------------------------------------------------------------------------------------------------------- skipped steps
 
 
 @pytest.fixture(scope="module")
@@ -597,8 +438,7 @@ def test_interrupted_run_equals_the_straight_one():
     assert_same_bits((params, state), straight[:2])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On devices
+# ---------------------------------------------------------------------------------------------------------- on devices
 
 
 def test_no_two_leaves_share_a_buffer_and_all_can_be_donated():
@@ -654,3 +494,23 @@ def test_inside_shard_map_scalars_stay_replicated_and_nothing_is_communicated():
     assert "shard_map" in program
     for name in ("psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"):
         assert name not in program
+
+
+# A person who copies optim.py alone: five lines to an update.
+ALONE = """
+import jax.numpy as jnp, optax, optim, sys
+config = optim.OptimConfig(0.1, 0.9, 0.95, 1e-8, 0.1, 1.0, skip_window=128, skip_sigma=6.0, max_nonfinite_steps=3)
+tx = optim.skip_step_adamw(config, (optim.SchedulePiece(None, "constant", 0, 1, 1.0),), {"w": True})
+params = {"w": jnp.array([1.0, 2.0])}
+updates, state = tx.update(params, tx.init(params), params, loss=jnp.float32(2), grad_norm=jnp.float32(1), step=1)
+print(*optax.apply_updates(params, updates)["w"], *sorted({"model", "data", "config", "train"} & sys.modules.keys()))
+"""
+
+
+def test_it_works_alone_in_an_empty_folder(tmp_path):
+    """Fault: an import of another file of ours. Adam's first step is the rate, 0.1, after a decay of a hundredth."""
+    shutil.copy(optim.__file__, tmp_path)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert [float(word) for word in done.stdout.split()] == pytest.approx([0.89, 1.88], rel=1e-5)

@@ -109,7 +109,7 @@ def test_a_worker_of_pack_is_killed(tmp_path):
     or a folder that `index` takes for complete."""
     index = make_index(tmp_path, {f"web/{n}.npy": np.concatenate(ended(5, 9, 3 + n, 16)) for n in range(3)})
     arguments = ["pack", index, "--group-size", 1, "--out", tmp_path / "packed", "--workers", 2]
-    command = [sys.executable, REPO / "data.py", *arguments]
+    command = [sys.executable, REPO / "tools/pack.py", *arguments[1:]]
     packing = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (workers := children(packing.pid)) and time.monotonic() < deadline:
@@ -117,9 +117,9 @@ def test_a_worker_of_pack_is_killed(tmp_path):
     os.kill(workers[0], signal.SIGKILL)
     out, err = packing.communicate(timeout=60)
     assert packing.returncode == 1 and not out, err
-    (line,) = (line for line in err.splitlines() if line.startswith("data.py: error"))
+    (line,) = (line for line in err.splitlines() if line.startswith("pack.py: error"))
     assert re.search(r"/packed/group-0000\d\.npy: its process was killed", line) and "Traceback" not in err
-    with pytest.raises(DataError, match="packed: got a folder that is being written, or whose writer was cut off"):
+    with pytest.raises(DataError, match="packed: got a folder that is being written, or whose writer was ended"):
         data.labelled_files([str(tmp_path / "packed")])
     assert run(*arguments).returncode == 0 and not (tmp_path / "packed" / data.INCOMPLETE).exists()
     with pytest.raises(ZeroDivisionError) as caught:  # a fault of ours, which does not pass for the user's

@@ -5,6 +5,7 @@ Each test runs one comparison of parity.py and holds it to its tolerance; both s
 
 from importlib import resources
 
+import mixes
 import numpy as np
 import parity
 import pytest
@@ -201,7 +202,7 @@ def test_mixes():
     counts = {}
     for mix, name in lists.items():
         with resources.as_file(resources.files("olmo_core") / "data/mixes" / name) as path:
-            files = data.read_mix(path, "allenai/dolma3-tokenizer")
+            files = mixes.read_mix(path, "allenai/dolma3-tokenizer")
         paths, labels = mix.build("base", TokenizerName.dolma2)
         assert files == [(label, path.removeprefix("base/")) for label, path in zip(labels, paths, strict=True)]
         counts[mix.value] = len(files)

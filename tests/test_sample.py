@@ -1,8 +1,10 @@
-"""evaluate.py sample: the text is transformers' and the draws are those asked for, whatever the batch and the mesh."""
+"""sample.py sample: the text is transformers' and the draws are those asked for, whatever the batch and the mesh."""
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import harness
 import jax
@@ -11,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from harness import REPO, use_devices
 
 import convert
 import data
-import evaluate
+import sample
+from checkpoint import open_model
+from config import make_execution
 
 YARN = {"factor": 2.0, "original_length": 48, "beta_fast": 32.0, "beta_slow": 1.0}
 LENGTHS = (1, 5, 8, 9, 23)  # of prompts: shorter than the window of 8, as long, longer
@@ -35,8 +40,8 @@ def run(tmp_path_factory):
 def sampler(run):
     """On one device; compiled once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_count", lambda: 1)
-        return evaluate.Sampler(evaluate.open_model(str(run), "cpu", []))
+        use_devices(patch, 1)
+        return sample.Sampler(open_model(str(run), "cpu", []))
 
 
 def prompts():
@@ -44,7 +49,7 @@ def prompts():
     return [[int(t) for t in rng.integers(2, 600, n)] for n in LENGTHS]
 
 
-GREEDY = evaluate.Draw()
+GREEDY = sample.Draw()
 
 
 def tokens_of(sampler, prompts, n, draw=GREEDY, numbers=None):
@@ -62,17 +67,18 @@ def test_greedy_is_transformers(run, sampler, monkeypatch):
         expected.append(theirs.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].numpy())
     np.testing.assert_array_equal(tokens_of(sampler, prompts(), 40), expected)
     assert len({tuple(row[20:]) for row in expected}) == len(LENGTHS)  # they have not all come to the same end
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    four = evaluate.open_model(str(run), "cpu", ["mesh={data: 1, fsdp: 2, context: 1, tensor: 2}"])
-    np.testing.assert_array_equal(tokens_of(evaluate.Sampler(four), prompts(), 40), expected)
+    use_devices(monkeypatch, 4)
+    four = open_model(str(run), "cpu", ["mesh={data: 1, fsdp: 2, context: 1, tensor: 2}"])
+    np.testing.assert_array_equal(tokens_of(sample.Sampler(four), prompts(), 40), expected)
 
 
 def test_sliding_layers_keep_their_window_alone(sampler):
     """A cache of the whole text for every layer: right, and four times too large."""
     made, opened = [], sampler.opened
+    execution = make_execution(opened.config, 1, "cpu")
 
     def body(params, tokens):
-        _, cache = evaluate.prefill(params, tokens, jnp.array([20]), 64, opened.c.model, sampler.execution)
+        _, cache = sample.prefill(params, tokens, jnp.array([20]), 64, opened.config.model, execution)
         made.extend(k.shape for k, _ in cache)
         return tokens
 
@@ -80,14 +86,14 @@ def test_sliding_layers_keep_their_window_alone(sampler):
     jax.eval_shape(opened.compiled(body, (rows,), rows), opened.params, jnp.zeros((1, 32), jnp.int32))
     window, full = (1, 1, 8, 2, 12), (1, 1, 64, 2, 12)  # cycles, rows, slots, key heads, their dimension
     assert made == [window, window, window, full]
-    np.testing.assert_array_equal(evaluate.held_positions(jnp.array([2, 9]), 4), [[0, 1, 2, -1], [8, 9, 6, 7]])
+    np.testing.assert_array_equal(sample.held_positions(jnp.array([2, 9]), 4), [[0, 1, 2, -1], [8, 9, 6, 7]])
 
 
 def frequencies(logits, n=20_000, **how):
-    draw = evaluate.Draw(**how)
+    draw = sample.Draw(**how)
     keys = jax.random.split(jax.random.key(1), n)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
-    drawn = evaluate.choose(rows, keys, jnp.float32(draw.temperature), jnp.int32(draw.top_k), jnp.float32(draw.top_p))
+    drawn = sample.choose(rows, keys, jnp.float32(draw.temperature), jnp.int32(draw.top_k), jnp.float32(draw.top_p))
     return np.bincount(drawn, minlength=len(logits)) / n
 
 
@@ -115,7 +121,7 @@ def test_draws(how, expected):
 
 def test_a_sample_depends_on_seed_and_number_alone(sampler):
     """Samples that change with those beside them, or are all the same."""
-    draw, prompt = evaluate.Draw(1.0, 0, 0.9, seed=7), [prompts()[4]] * 5
+    draw, prompt = sample.Draw(1.0, 0, 0.9, seed=7), [prompts()[4]] * 5
     five = tokens_of(sampler, prompt, 12, draw)
     assert len({tuple(row) for row in five}) == 5
     np.testing.assert_array_equal(tokens_of(sampler, prompt, 12, draw, numbers=[4, 0, 3, 2, 1]), five[[4, 0, 3, 2, 1]])
@@ -126,14 +132,14 @@ def test_a_sample_depends_on_seed_and_number_alone(sampler):
 
 def test_stops(sampler):
     """A stop that is not seen because tokens do not end where it does; text that keeps it; tokens after the end."""
-    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
+    tokenizer = sample.needed_tokenizer(None, sampler.opened).tokenizer
     ids = tokenizer.encode("one two\nthree.\n\nfour").ids
 
     def continued(*stops, eos=(0,), upto=100):
         def scripted(prompts, n, draw, numbers):
             return (np.array([t, 5]) for t in ids[:n])
 
-        return evaluate.continuations(scripted, tokenizer, eos, [[1], [1]], upto, list(stops), GREEDY)[0]
+        return sample.continuations(scripted, tokenizer, eos, [[1], [1]], upto, list(stops), GREEDY)[0]
 
     assert continued()._asdict() == {"tokens": ids, "text": "one two\nthree.\n\nfour", "stopped_by": None}
     assert continued("hree.\n\nf").text == "one two\nt" and continued("hree.\n\nf").stopped_by == "hree.\n\nf"
@@ -145,25 +151,25 @@ def test_stops(sampler):
 
 def test_command_line(run, sampler, monkeypatch, capsys):
     """Bad numbers that give text all the same; JSON that is not what was drawn; a limit passed in silence."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    use_devices(monkeypatch, 1)
     monkeypatch.setenv("HOME", str(run))
-    tokenizer = evaluate.find_tokenizer(None, sampler.opened).tokenizer
+    tokenizer = sample.needed_tokenizer(None, sampler.opened).tokenizer
 
-    def sample(*arguments, expect=0):
-        assert evaluate.main(["sample", str(run), "--hardware", "cpu", *arguments]) == expect
+    def call(*arguments, expect=0):
+        assert sample.main([str(run), "--hardware", "cpu", *arguments]) == expect
         return capsys.readouterr()
 
-    out, err = sample("--prompt", "The model", "--tokens", "100", "--num", "2", "--json", "--temperature", "0")
+    out, err = call("--prompt", "The model", "--tokens", "100", "--num", "2", "--json", "--temperature", "0")
     found = json.loads(out)
     prompt = tokenizer.encode("The model").ids
-    expected = evaluate.continuations(sampler, tokenizer, (0,), [prompt] * 5, 100, [], GREEDY)[0]
+    expected = sample.continuations(sampler, tokenizer, (0,), [prompt] * 5, 100, [], GREEDY)[0]
     assert "the model was trained on 96" in err and found["step"] == 3
     assert [s["tokens"] for s in found["samples"]] == [expected.tokens] * 2
     assert [s["text"] for s in found["samples"]] == [expected.text] * 2
-    made = [evaluate.Continuation([5], " is", None), evaluate.Continuation([6], " was", None)]
-    monkeypatch.setattr(evaluate, "continuations", lambda *args: made)
-    assert sample("--prompt", "The model").out == f"The model is\n{'-' * 40}\nThe model was\n"
-    assert "The model" in sample("--prompt", "The model", "--seed", str(2**32 - 1), "--top-k", str(2**31 - 1)).out
+    made = [sample.Continuation([5], " is", None), sample.Continuation([6], " was", None)]
+    monkeypatch.setattr(sample, "continuations", lambda *args: made)
+    assert call("--prompt", "The model").out == f"The model is\n{'-' * 40}\nThe model was\n"
+    assert "The model" in call("--prompt", "The model", "--seed", str(2**32 - 1), "--top-k", str(2**31 - 1)).out
     for arguments, words in (
         (["--temperature", "-1"], "--temperature: got -1.0"),
         (["--temperature", "inf"], "--temperature: got inf"),
@@ -189,13 +195,13 @@ def test_command_line(run, sampler, monkeypatch, capsys):
         (["--set", "mesh={data: 1, fsdp: 1, context: -1, tensor: 1}"], None),
     ):
         if words is None:
-            monkeypatch.setattr(jax, "device_count", lambda: 4)
+            use_devices(monkeypatch, 4)
             words = "mesh: got context 4, expected 1"
-        err = sample(*arguments, expect=2).err
+        err = call(*arguments, expect=2).err
         assert words in err and "expected" in err and err.count("\n") == 1
     os.rename(run.parent / "train.json", run.parent / "elsewhere.json")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert "--tokenizer: missing" in sample(expect=2).err
+    use_devices(monkeypatch, 1)
+    assert "--tokenizer: missing" in call(expect=2).err
     os.rename(run.parent / "elsewhere.json", run.parent / "train.json")
 
 
@@ -205,24 +211,33 @@ def test_an_error_of_our_own_is_no_wrong_usage(run, monkeypatch):
     def bug(*_):
         raise ValueError("zip() argument 2 is shorter than argument 1")
 
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(evaluate.Sampler, "__call__", bug)
+    use_devices(monkeypatch, 1)
+    monkeypatch.setattr(sample.Sampler, "__call__", bug)
     with pytest.raises(ValueError, match="zip"):
-        evaluate.main(["sample", str(run), "--hardware", "cpu"])
+        sample.main([str(run), "--hardware", "cpu"])
 
 
 def test_a_model_with_several_ends_of_a_text(run, tmp_path, monkeypatch, capsys):
     """A text that goes on past the second of them: the first token that the model draws is made one of them."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    use_devices(monkeypatch, 1)
     prompt = ["--prompt", "The model", "--temperature", "0", "--tokens", "5", "--json"]
-    asked = ["sample", str(run), "--hardware", "cpu", *prompt]
-    evaluate.main(asked)
+    asked = [str(run), "--hardware", "cpu", *prompt]
+    sample.main(asked)
     (free,) = json.loads(capsys.readouterr().out)["samples"]
     end = free["tokens"][2]
     before = free["tokens"][: free["tokens"].index(end)]  # a small model repeats itself
     shutil.copyfile(run.parent / "tokenizer.json", tmp_path / "tokenizer.json")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
-    evaluate.main([*asked, "--tokenizer", str(tmp_path)])
+    sample.main([*asked, "--tokenizer", str(tmp_path)])
     (ended,) = json.loads(capsys.readouterr().out)["samples"]
     tokenizer = data.load_tokenizer(tmp_path / "tokenizer.json")
     assert ended["tokens"] == before and ended["stopped_by"] == tokenizer.id_to_token(end)
+
+
+def test_sampling_does_not_load_the_trainer():
+    """An import of train.py, which may then not print samples."""
+    code = "import sys, sample; sys.exit(len({'train', 'evaluate', 'convert'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120
+    )
+    assert done.returncode == 0

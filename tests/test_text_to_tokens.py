@@ -72,9 +72,9 @@ def test_bad_text_is_refused(quickstart, tmp_path, name, content, message):
     """Half a file tokenised as if it were whole; an error without file and line."""
     (tmp_path / name).write_bytes(content)
     tokenizer = str(quickstart[0] / "out/tokenizer.json")
-    arguments = ["tokenize", str(tmp_path / name), "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    arguments = [str(tmp_path / name), "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
     with pytest.raises(DataError, match=message):
-        text_to_tokens.tokenize(data.parse(arguments))
+        text_to_tokens.tokenize(text_to_tokens.parse_args(arguments))
     assert not list(tmp_path.glob("out/part-*.npy"))
 
 
@@ -110,7 +110,7 @@ def test_what_people_have(quickstart, tmp_path, capsys):
     expected = [f"text {n}{more}" for n in range(6) for more in ("", ".gz", ".zst")] + 3 * ["text 6", "text 7"]
     assert sorted(texts) == sorted([*expected, "i", "j", "linked"])
     (said,) = (line for line in err.splitlines() if "passed over" in line)
-    assert said.startswith(f"data.py: {corpus}: 26 files taken, 8 passed over: ")
+    assert said.startswith(f"text_to_tokens.py: {corpus}: 26 files taken, 8 passed over: ")
     for part in ("2 hidden (corpus/.git, corpus/.hidden.txt)", "1 without a suffix (corpus/README)", "1 .json (corpus/s",
                  "1 .csv.gz (corpus/table", "1 .html (", "1 broken links, or no files (corpus/broken.txt)",
                  "1 taken already (corpus/once_more.txt)"):  # fmt: skip
@@ -132,7 +132,7 @@ def test_labels_and_files_of_linked_folders(tmp_path, capsys):
     (tmp_path / "data/web").symlink_to(tmp_path / "disk/w3")
     command = ["index", "--sequence-length", S, "--out", tmp_path / "index.json", *VOCABULARY]
     code, _, err = call(capsys, *command, tmp_path / "data")
-    assert code == 0 and "data: 2 files taken, 1 passed over: 1 .bin (data/code/part-00001.bin)" in err
+    assert code == 0 and "data: 2 files taken, 1 passed over (code/part-00001.bin)" in err
     index = data.load_index(tmp_path / "index.json")
     assert [(f.path, f.label) for f in index.files] == [
         ("data/code/part-00000.npy", "code"),
@@ -176,7 +176,7 @@ def test_killed_tokenise_leaves_no_shard(quickstart, tmp_path):
     with open(tmp_path / "big.jsonl", "w") as f:
         for _ in range(12):
             f.write(json.dumps({"text": text}) + "\n")
-    command = [sys.executable, REPO / "data.py", "tokenize", tmp_path / "big.jsonl", "--shard-tokens", "65536"]
+    command = [sys.executable, REPO / "tools/text_to_tokens.py", tmp_path / "big.jsonl", "--shard-tokens", "65536"]
     command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out"]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -188,25 +188,25 @@ def test_killed_tokenise_leaves_no_shard(quickstart, tmp_path):
     assert process.returncode == -signal.SIGKILL and list(tmp_path.glob("out/*.tmp"))
     assert not list(tmp_path.glob("out/*.npy"))
     for folder in (tmp_path / "out", tmp_path):  # alone, and as a label among others
-        with pytest.raises(DataError, match="out: got a folder that is being written, or whose writer was cut off"):
+        with pytest.raises(DataError, match="out: got a folder that is being written, or whose writer was ended"):
             data.labelled_files([str(folder)])
     small = tmp_path / "small.txt"
     small.write_text("small")
-    done = run("tokenize", small, *command[6:])
+    done = run("tokenize", small, *command[5:])
     assert done.returncode == 0 and [p.name for p in (tmp_path / "out").iterdir()] == ["part-00000.npy"]
 
 
 LATE = """
 import pathlib, sys, time
-sys.path.insert(0, {repo!r})
-import data
+sys.path[:0] = [{repo!r}, {repo!r} + "/tools"]
+import text_to_tokens
 read = text_to_tokens.read_documents
 def slow(*arguments):
     yield from read(*arguments)
     while not pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.01)
 text_to_tokens.read_documents = slow  # a text that takes as long as the other process needs to start
-sys.exit(main(sys.argv[2:]))
+sys.exit(text_to_tokens.main(sys.argv[2:]))
 """
 
 
@@ -216,7 +216,7 @@ def test_two_tokenise_at_once(quickstart, tmp_path, more):
     the folder ends empty."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"the text of {name} " * 50)
-    command = [sys.executable, "-c", LATE.format(repo=str(REPO)), tmp_path / "go", "tokenize", "--label", "x[1]"]
+    command = [sys.executable, "-c", LATE.format(repo=str(REPO)), tmp_path / "go", "--label", "x[1]"]
     command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out", *more]
     writers = {
         name: subprocess.Popen([*map(str, command), str(tmp_path / f"{name}.txt")], text=True,
@@ -260,7 +260,7 @@ def test_killed_in_the_middle_of_the_exchange(tmp_path):
 
                 return call
 
-            os.replace, os.unlink, data.open = counted(os.replace), counted(os.unlink), counted(open)
+            os.replace, os.unlink, text_to_tokens.open = counted(os.replace), counted(os.unlink), counted(open)
             writer = text_to_tokens.ShardWriter(folder, size)
             writer.append(tokens)
             writer.finish()
@@ -283,7 +283,7 @@ def test_killed_in_the_middle_of_the_exchange(tmp_path):
                 found = shards(folder)
                 ends.append("new" if found == after else "old" if found == before else "a mixture")
             except DataError as e:
-                assert re.search("whose writer was cut off; fix: run that|got no file", str(e)), e
+                assert re.search("whose writer was ended; fix: run that|got no token file", str(e)), e
                 ends.append("refused")
             assert not write(new, folder, 30) and shards(folder) == after  # the way out
             assert sorted(p.name for p in folder.iterdir()) == [f"part-{number:05}.npy" for number in range(3)]

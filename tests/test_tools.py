@@ -6,10 +6,13 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import dolma2_tokenizer
 import pytest
-from corpora import call, random_tokens, run, token_file
+from corpora import REPO, SCRIPTS, call, random_tokens, run, token_file
 
 import data
 import processes
@@ -19,14 +22,12 @@ def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp
     """A verb that writes what another process is writing: each then ends with what the other has left."""
     tokenizer, index = quickstart[0] / "out/tokenizer.json", quickstart[0] / "out/heldout.json"
     (tmp_path / "ranks.tiktoken").write_bytes(b"IQ== 0\nIg== 1\n")
-    monkeypatch.setattr(data, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
+    monkeypatch.setattr(dolma2_tokenizer, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
     verbs = {
         "tokenize": ["tokenize", inputs / "a.jsonl", "--tokenizer", tokenizer],
         "pack": ["pack", index],
         "domains": ["domains", packages, "--tokenizer", tokenizer, "--sequence-length", 2],
         "quickstart": ["quickstart", "--library", quickstart[0] / "library", "--vocab-size", 300],
-        "index": ["index", quickstart[0] / "out/heldout/docs", "--tokenizer", tokenizer, "--sequence-length", 64,
-                  "--root", quickstart[0]],
         "tokenizer": ["tokenizer", tmp_path / "ranks.tiktoken"],
     }  # fmt: skip
     for verb, arguments in verbs.items():
@@ -34,7 +35,7 @@ def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp
         with processes.sole_writer(out):
             code, stdout, err = call(capsys, *arguments, "--out", out)
             assert code == 1 and not stdout and f"{verb}: is being written by process {os.getpid()} on" in err
-            assert err.count("data.py: error") == 1 and not out.exists(), err
+            assert err.count(".py: error") == 1 and not out.exists(), err
         assert call(capsys, *arguments, "--out", out)[0] == 0 and out.exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*verbs, "ranks.tiktoken"])
     with processes.sole_writer(tmp_path / "quickstart"):  # one that is complete is not written
@@ -86,7 +87,7 @@ def test_the_home_folder(quickstart, inputs, packages, tmp_path, monkeypatch, ca
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr(data, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
+    monkeypatch.setattr(dolma2_tokenizer, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
     tokenizer, length, batch = "--tokenizer=~/out/tokenizer.json", "--sequence-length=64", "--global-batch=4"
     index = "~/out/heldout.json"
     for number, line in enumerate([
@@ -96,7 +97,7 @@ def test_the_home_folder(quickstart, inputs, packages, tmp_path, monkeypatch, ca
         "tokenizer ~/ranks.tiktoken --out=~/made/tokenizer.json",
         "urls --mix=~/mix.txt --base=https://host --tokenizer=t",
         f"index code=~/out/train/code ~/out/train/docs --root=~/out {tokenizer} {length} --out=~/made/index.json",
-        f"index --mix=~/mix.txt --base=~/base --tokenizer=t --vocab-size=97 --eos-id=0 {length} --out=~/made/mix.json",
+        f"mix --mix=~/mix.txt --base=~/base --tokenizer=t --vocab-size=97 --eos-id=0 {length} --out=~/made/mix.json",
         "verify ~/made/index.json --data-root=~/out",
         f"order {index} --order-dir=~/made/order",
         f"audit {index} {batch} --order-dir=~/made/order --data-root=~/out --hosts=1",
@@ -133,7 +134,49 @@ def test_a_full_disk(quickstart, inputs, packages, tmp_path):
         done = run(*verb.split(), *arguments, *where, preexec_fn=limits)
         assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr, (verb, done.stderr)
         (line,) = (line for line in done.stderr.splitlines() if "error" in line)
-        assert re.fullmatch(rf"data\.py: error: {folder}/[^:]*{name}[^:]*: File too large", line), (verb, line)
+        assert re.fullmatch(rf"[a-z_]+\.py: error: {folder}/[^:]*{name}[^:]*: File too large", line), (verb, line)
         left = [p for p in folder.rglob("*") if p.is_file()]
         assert not [p for p in left if p.suffix == ".tmp"]
         assert not [p for p in left if not any((above / data.INCOMPLETE).exists() for above in p.parents)], (verb, left)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_from_another_folder(name, tmp_path):
+    """A tool that starts in the project's folder only, or whose help lacks an example that names it."""
+    script, *verb = SCRIPTS[name]
+    done = run(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and f"python {' '.join([script, *verb])}" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+PACKAGE = """
+import pathlib, runpy, sys
+sys.argv = [{script!r}, "--help"]
+sys.path.insert(0, str(pathlib.Path({script!r}).parent))  # as `python SCRIPT` does
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+except SystemExit:
+    import evaluate
+    assert evaluate.__file__.startswith({package!r}), evaluate.__file__
+"""
+
+
+@pytest.mark.parametrize("script", sorted({script for script, *_ in SCRIPTS.values() if script.startswith("tools/")}))
+def test_our_evaluate_does_not_hide_the_package(script, tmp_path):
+    """The project's folder in front of the packages: lm-eval's `import evaluate` then finds our evaluate.py."""
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate/__init__.py").touch()
+    code = PACKAGE.format(script=str(REPO / script), package=str(tmp_path))
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("old", data.MOVED)
+def test_old_verbs_name_the_new_command(old):
+    """A script of last month that ends with "invalid choice", or is sent to a command that there is not."""
+    verb, *flags = old.split()
+    done = subprocess.run([sys.executable, REPO / "data.py", verb, "x", *flags], capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    script, *new_verb = done.stderr.partition("fix: python ")[2].partition(", see its --help")[0].split()
+    assert (script, *new_verb) in SCRIPTS.values()

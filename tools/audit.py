@@ -46,7 +46,7 @@ from data import (
     summarise,
     warn,
 )
-from processes import add_verb, run_command
+from processes import add_verb, check_room, run_command
 from vocabulary import EOS_WITHIN, PAD_FRACTION
 
 SCAN_TOKENS = 2**22  # tokens that are looked at at once
@@ -56,16 +56,17 @@ def check_order(args: argparse.Namespace) -> dict:
     """Builds the order file of an epoch, or compares the one that is there with a fresh build; memory for one of them."""
     n, seed, epoch = load_index(args.index).instances, args.seed, args.epoch
     path = order_path(args.order_dir, n, seed, epoch)
-    was_there = path.exists()
+    if not (was_there := path.exists()):
+        check_room(path.parent, 4 * n)
     epoch_order("olmo_core", n, seed, epoch, args.order_dir)
     if was_there:
+        # The file is read piece by piece beside a fresh permutation, so that memory holds one order and not two.
         fresh = olmo_core_permutation(n, seed, epoch)
-        for i, there in enumerate(read_tokens(path, np.dtype("<u4"), SCAN_TOKENS)):
-            expected = fresh[i * SCAN_TOKENS : (i + 1) * SCAN_TOKENS]
-            if len(bad := np.flatnonzero(there != expected)):
-                got = (
-                    f"got instance {there[bad[0]]} at position {i * SCAN_TOKENS + bad[0]}, expected {expected[bad[0]]}"
-                )
+        for part, cached in enumerate(read_tokens(path, np.dtype("<u4"), SCAN_TOKENS)):
+            first = part * SCAN_TOKENS
+            if len(bad := np.flatnonzero(cached != fresh[first : first + SCAN_TOKENS])):
+                at = first + bad[0]
+                got = f"got instance {cached[bad[0]]} at position {at}, expected {fresh[at]}"
                 raise DataError(f"{path}: {got}; fix: delete it, it will be built again")
     done = {"order": str(path), "done": "checked" if was_there else "built"}
     return done | {"instances": n, "seed": seed, "epoch": epoch, "bytes": 4 * n}
@@ -103,6 +104,7 @@ def audit(args: argparse.Namespace) -> dict:
     if not 0 <= min(args.workers) <= max(args.workers) <= 1024 or len(args.workers) > len(args.hosts):
         got = f"--workers: got {args.workers} with --hosts {args.hosts}"
         raise DataError(f"{got}, expected 0 .. {1024}, no more of them than of --hosts")
+    # The epoch falls into as many parts as --hosts has numbers. A part begins at a global batch, as a restart does.
     parts = [(args.epoch - 1) * whole.usable + steps * i // len(args.hosts) * B for i in range(len(args.hosts) + 1)]
     whole.instances_at(parts[0])  # builds the order once, for all that follow
     visits, checksums = np.zeros(n, np.uint16), np.zeros(n, np.uint32)
@@ -110,16 +112,20 @@ def audit(args: argparse.Namespace) -> dict:
         for (start, stop), hosts, workers in zip(
             itertools.pairwise(parts), args.hosts, itertools.cycle(args.workers), strict=False
         ):
+            # One host after another reads its rows of all batches in the part, through the loader that training uses.
             for rows in np.split(np.arange(B), hosts):
                 host = copy.copy(whole)
                 host.rows = rows
                 with contextlib.closing(loader(host, start, stop, workers)) as batches:
                     for batch in batches:
+                        # np.add.at counts an instance twice that stands twice in a batch; visits[...] += 1 would count
+                        # it once.
                         np.add.at(visits, batch["instance"], 1)
                         for instance, tokens in zip(batch["instance"], batch.get("tokens", ()), strict=False):
                             checksums[instance] = zlib.crc32(tokens.astype(index.dtype))
                         progress.update(len(rows))
     order = epoch_order(config.order, n, config.seed, args.epoch, args.order_dir)
+    # What should have been visited follows from the order alone: all but its last N mod B positions, once.
     dropped = np.asarray(order[np.arange(whole.usable, n)], np.int64)
     expected = np.ones(n, np.uint16)
     expected[dropped] = 0

@@ -30,14 +30,10 @@ DOLMA2_SPECIAL = {
     "<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
     "<|im_start|>": 100264, "<|im_end|>": 100265, "<|endofprompt|>": 100276, "<|pad|>": 100277,
 }  # fmt: skip
-
-
 DOLMA2_ADDED = {
     "|||PHONE_NUMBER|||": 100261, "|||EMAIL_ADDRESS|||": 100262, "|||IP_ADDRESS|||": 100263,
     "<|extra_id_0|>": 100256, **{f"<|extra_id_{i}|>": 100265 + i for i in range(1, 11)},
 }  # fmt: skip
-
-
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 
 
@@ -46,6 +42,7 @@ def last_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     and joins the pair of the lowest rank; a tokenizer.json wants the pairs."""
     for token in sorted(ranks, key=ranks.get):
         parts = [token[i : i + 1] for i in range(len(token))]
+        # Join neighbours as tiktoken does, the pair of the lowest rank first, until two are left.
         while len(parts) > 2:
             joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
             i = joined.index(min(joined))
@@ -100,6 +97,7 @@ def make_tokenizer(args: argparse.Namespace) -> dict:
         content = b"".join(read_bytes(expand([args.ranks], (".tiktoken", ".tiktoken.gz"))[0], progress))
     if (sha256 := hashlib.sha256(content).hexdigest()) != CL100K_SHA256:
         raise DataError(f"{args.ranks}: got sha256 {sha256}, expected cl100k_base's {CL100K_SHA256}; fix: another file")
+    # Each line of the file: a token in base64, a blank, its rank. The rank is its id.
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
     tokenizer = dolma2_tokenizer(ranks)
     with sole_writer(out), replacing(out) as f:

@@ -43,6 +43,7 @@ def rewrite(args: argparse.Namespace) -> dict:
         inputs_are_checked()
         with replacing(path.with_name(path.name + ".new")) as f:
             f.write(np.ascontiguousarray(ids.reshape(-1), dtype))
+        # The new file is whole before the old one is renamed. Killed between the two renames, both still exist.
         os.rename(path, old)
         os.rename(f"{path}.new", path)
     return {"out": str(path), "kept": str(old), "tokens": int(ids.size)}

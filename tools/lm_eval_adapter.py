@@ -33,8 +33,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-# Appended, not put in front: the harness imports the Hugging Face package `evaluate`, not the file of this project.
+# At the end, also where PYTHONPATH names it in front: the harness's tasks import the Hugging Face package `evaluate`, not
+# the file of this project.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent.parent)
 
 import data
 import model

@@ -48,6 +48,7 @@ def read_range(url: str, span: str) -> tuple[int, bytes]:
         with urllib.request.urlopen(request, timeout=60) as response:
             if response.headers["Content-Length"] == "0":
                 return 0, b""
+            # A server that ignores Range would send the whole file, which may have gigabytes.
             if response.status != 206:
                 raise DataError(f"{url}: got status {response.status}, expected 206; fix: a server that knows Range")
             return int(response.headers["Content-Range"].rpartition("/")[2]), response.read()
@@ -68,6 +69,7 @@ def read_range(url: str, span: str) -> tuple[int, bytes]:
 def read_web_edges(url: str) -> tuple[int, bytes, bytes]:
     """Size, first and last 4 KiB of a file on a web server."""
 
+    # Two small requests a file, so that a mix of 24 TB can be indexed before it is fetched.
     def read() -> tuple[int, bytes, bytes]:
         size, head = read_range(url, f"0-{EDGE_BYTES - 1}")
         return size, head, read_range(url, f"-{EDGE_BYTES}")[1]
@@ -90,6 +92,8 @@ def read_mix(path: str | os.PathLike, tokenizer: str) -> list[tuple[str, str]]:
             label, name = line.decode().split(",")
         except ValueError as e:  # another number of commas, or not UTF-8
             raise DataError(f"{path}, line {number}: got {line!r}, expected label,path") from e
+        # The order of the lines is the order of the instances. A line that is misread would move all that follow, so
+        # every line has to have the form of Ai2's own.
         relative = "{TOKENIZER}" in name and not name.startswith("/") and ".." not in name.split("/")
         if not label or not relative or (label, name) != (label.strip(), name.strip()):
             raise DataError(f"{path}, line {number}: got {line!r}, expected label,path: relative, with {{TOKENIZER}}")
@@ -129,12 +133,17 @@ def web_server(url: str) -> bool:
 def index_mix(args: argparse.Namespace) -> dict:
     """An index of the files of a mix, which lie below a folder or on a web server and need not have been fetched."""
     out, base = local_path(args.out), args.base
-    if is_url(base) and not (base.startswith(("http://", "https://")) and web_server(base)):
+    if out.is_dir():
+        raise DataError(f"--out {out}: got a folder, expected a file to write; fix: --out {out}/NAME.json")
+    web = base.startswith(("http://", "https://"))
+    if web and not web_server(base):
         raise DataError(f"--base: got {base}, expected http(s)://HOST[:PORT]/PATH or a folder")
+    if not web:
+        local_path(base)  # refuses gs:// and the like, which can be mounted
     mix = read_mix(args.mix, args.tokenizer)
     ids = tokenizer_ids(args.tokenizer, out, args.vocab_size, args.eos_id, args.pad_id)
     files = [(args.label or label, join(base, path)) for label, path in mix]
-    how = {"names": [path for _, path in mix], "read_edges": read_web_edges} if is_url(base) else {}
+    how = {"names": [path for _, path in mix], "read_edges": read_web_edges} if web else {}
     with sole_writer(out):
         index = build_index(files, base, args.sequence_length, **ids, dtype=args.dtype, **how)
         write_index(index, out)

