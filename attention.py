@@ -81,6 +81,7 @@ def attend_block(slot: int, window: int | None, q_GRQK, k_GTK, v_GTK, places):
 
 
 def _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places):
+    # The division by the sum comes last, on [Q, K] instead of [Q, T]; the logsumexp is all that backward needs.
     scores = block_scores(window, q_GRQK, k_GTK, places)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     exps = jnp.exp(scores - peak)
@@ -97,6 +98,7 @@ def _attend_block_bwd(slot, window, residuals, dout_GRQK):
     q, dout = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q_GRQK, dout_GRQK))  # [G, R*Q, K]
     probs = jnp.exp(block_scores(window, q_GRQK, k_GTK, places) - lse)
     dprobs = jnp.einsum("gqk,gtk->gqt", dout, v_GTK, preferred_element_type=jnp.float32).reshape(probs.shape)
+    # d scores = probs (d probs - mean), where mean, the sum of probs * d probs over keys, is the product of out and dout.
     mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1, keepdims=True)
     dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(*q.shape[:2], -1)
     dv_GTK = jnp.einsum("gqt,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
@@ -118,12 +120,12 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
     places, window = where.places, where.window
-    blocks_per_range = math.ceil(S / block / UNROLLED)  # at most UNROLLED key ranges are unrolled
+    # Queries that share one range of keys: a block where a window moves along, else so many that UNROLLED ranges suffice.
+    blocks_per_range = math.ceil(S / block / UNROLLED)
     span = block if window is not None else block * blocks_per_range
-    if where.offset is None:
-        span = S
     attend_keys = partial(attend_block, slot, window)
-    if where.offset is None:
+    if where.offset is None:  # the shard decides: one range for all, and of it what a block needs
+        span = S
         attend_keys = partial(up_to_the_last_visible, attend_keys, min(UNROLLED, math.ceil(T / block)))
     # Neither scores nor the slices of k and v are saved for the backward pass.
     outputs = jax.checkpoint_policies.save_only_these_names(f"heads_out{slot}", f"lse{slot}")
@@ -134,6 +136,7 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
         out = []
         for start in range(0, S, span):
             stop = min(start + span, S)
+            # The keys that these queries may see: bounds known before running, so that the slices are static.
             low, high = key_range(start, stop, T, where)
             k_part, v_part, k_pos = k_GTK[:, low:high], v_GTK[:, low:high], places.k_pos[low:high]
             k_segment_part = part(k_segment, low, high)
@@ -146,6 +149,7 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
             if stop - start <= block or (stop - start) % block:
                 out.append(of_queries(queries))
                 continue
+            # Blocks that share their keys run one after the other: unrolled, XLA would hold all their scores at once.
             n = (stop - start) // block
             blocks = [
                 None if x is None else jnp.stack(jnp.split(x, n, axis))
@@ -195,6 +199,7 @@ def key_range(start: int, stop: int, n_keys: int, where: Where) -> tuple[int, in
 def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None, tiles: SplashConfig, interpret: bool,
                   saved: str):  # fmt: skip
     """The kernel of one device, or of all context shards behind each other if the queries differ (offset None)."""
+    # The mask is never an array: the kernel asks it, tile by tile, which are empty, full or mixed.
     shards = 1
     if window is not None:
         mask = splash_mask.LocalMask((S, T), window_size=(window - 1, 0), offset=offset)
@@ -205,6 +210,7 @@ def splash_kernel(S: int, T: int, H: int, window: int | None, offset: int | None
         mask = splash_mask.CausalMask((T, T))
         rows = np.arange(T, dtype=np.int32).reshape(shards, S)
         mask.q_sequence = np.concatenate([rows[:, :kept], rows[::-1, kept:]], axis=1).reshape(-1)  # swap_with_mirror
+    # A tile is no longer than the queries of one device.
     block, backward = min(tiles.block, S), min(tiles.block_backward, S)
     sizes = splash_kernels.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=backward, block_kv_dkv=backward, use_fused_bwd_kernel=True,
@@ -233,8 +239,10 @@ def splash_attention(q, k, v, where: Where, slot: int, tiles: SplashConfig, inte
 
         def of_this_shard(info):
             axes = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
-            there = {name: axis for name, axis in axes.items() if getattr(info, name) is not None}
-            return info._replace(**{name: mine(getattr(info, name), axis) for name, axis in there.items()})
+            parts = {
+                name: mine(getattr(info, name), axis) for name, axis in axes.items() if getattr(info, name) is not None
+            }
+            return info._replace(**parts)
 
         infos = of_this_shard(kernel.fwd_mask_info), None, of_this_shard(kernel.dkv_mask_info)
         kernel = splash_kernels.SplashAttentionKernel(*infos, **kernel.kwargs)

@@ -19,15 +19,15 @@ either division the gradients are wrong, and the loss that is logged may not tel
     config = model.ModelConfig(97, 104, True, 4, 48, 4, 2, 12, 80, 7, "sssf", 5e5, None, 1e-6, 0.02, "float32", "float32")
     execution = model.Execution(model.dense_attention, remat=None, scan_unroll=1, loss_chunk=16)
     mesh = jax.make_mesh((1, 1, 1, 2), model.AXES, axis_types=(AxisType.Auto,) * 4)
-    specs = {name: tensor.spec for name, tensor in model.ledger(config).items()}
+    table = model.ledger(config)
+    specs, decay = {name: t.spec for name, t in table.items()}, {name: t.decay for name, t in table.items()}
     settings = optim.OptimConfig(1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, skip_window=128, skip_sigma=6.0, max_nonfinite_steps=3)
-    schedule = (optim.SchedulePiece(None, "constant", 0, 1, 1.0),)
-    tx = optim.skip_step_adamw(settings, schedule, {name: t.decay for name, t in model.ledger(config).items()})
+    tx = optim.skip_step_adamw(settings, (optim.SchedulePiece(None, "constant", 0, 1, 1.0),), decay)
 
     def step(params, opt_state, tokens):
-        mask = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1  # the last token has no label
-        batch = {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "segment_ids": None, "loss_mask": mask & (tokens >= 0)}
-        labels = lax.psum(jnp.sum(batch["loss_mask"]), ("data", "fsdp", "context"))  # of the whole batch
+        mask = jnp.ones(tokens.shape, bool).at[:, -1].set(False)  # the last token has no label
+        batch = {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "segment_ids": None, "loss_mask": mask}
+        labels = lax.psum(jnp.sum(mask), ("data", "fsdp", "context"))  # of the whole batch
 
         def share(params):  # this device's part of the mean loss: tokens are the same along tensor
             total, _ = model.token_loss(params, model.vary(batch), 0.0, config, execution)
@@ -42,9 +42,9 @@ either division the gradients are wrong, and the loss that is logged may not tel
 
     params = model.init_params(config, seed=0)
     opt_state = tx.init(params)
-    opt_specs = jax.tree.map(lambda _: P(), opt_state)._replace(mu=specs, nu=specs)
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, opt_specs, P(("data", "fsdp"), "context")),
-                                 out_specs=(specs, opt_specs, P())))
+    in_and_out = (specs, jax.tree.map(lambda _: P(), opt_state)._replace(mu=specs, nu=specs))
+    in_specs, out_specs = (*in_and_out, P(("data", "fsdp"), "context")), (*in_and_out, P())
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
     params, opt_state, loss = step(params, opt_state, jax.random.randint(jax.random.key(1), (2, 16), 0, 97))
 
 Not here: faster attention (attention.py), the optimizer (optim.py), the batch (data.py), the training loop (train.py).
@@ -111,19 +111,17 @@ class ModelConfig:
     grad_reduce_dtype: str  # in which the reduce-scatter over fsdp adds; OLMo-core: float32
 
     def __post_init__(self):
-        def check(ok: bool, what: str, got, expected: str):
-            if not ok:
-                raise ValueError(f"model.{what}: got {got}, expected {expected}")
+        def check(holds: bool, name: str, got, expected: str):
+            if not holds:
+                raise ValueError(f"model.{name}: got {got}, expected {expected}")
 
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "window"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
-        check(self.padded_vocab_size >= self.vocab_size, "padded_vocab_size", self.padded_vocab_size,
-              f"at least vocab_size {self.vocab_size}")  # fmt: skip
-        check(set(self.pattern) <= {"s", "f"} and self.pattern != "", "pattern", repr(self.pattern), "letters s and f")
-        check(self.n_layers % len(self.pattern) == 0, "n_layers", self.n_layers,
-              f"a multiple of the pattern's length {len(self.pattern)}")  # fmt: skip
-        check(self.n_heads % self.n_kv_heads == 0, "n_heads", self.n_heads,
-              f"a multiple of n_kv_heads {self.n_kv_heads}")  # fmt: skip
+        rows, heads, n = self.padded_vocab_size, self.n_heads, len(self.pattern)
+        check(rows >= self.vocab_size, "padded_vocab_size", rows, f"at least vocab_size {self.vocab_size}")
+        check(set(self.pattern) <= {"s", "f"} and n > 0, "pattern", repr(self.pattern), "letters s and f")
+        check(self.n_layers % n == 0, "n_layers", self.n_layers, f"a multiple of the pattern's length {n}")
+        check(heads % self.n_kv_heads == 0, "n_heads", heads, f"a multiple of n_kv_heads {self.n_kv_heads}")
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (RoPE rotates pairs)")
         for name in ("rope_theta", "norm_eps", "init_std"):
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
@@ -166,14 +164,13 @@ class Tensor(NamedTuple):
 def ledger(config: ModelConfig) -> dict[str, Tensor]:
     """Name -> shape, sharding, initial std, weight decay. Everything about parameters derives from this table.
 
-    Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension that
-    fsdp shards is the same everywhere and stays aligned to TPU tiles; convert.py transposes, nothing else does.
     Source: OLMo-core nn/transformer/init.py (normal, std 0.02, truncated at 3 std, no depth scaling, norms 1) and the
     official scripts (decay on everything, norms and head included, except the embedding).
     """
-    c, std = config, config.init_std
-    L, D, V, F = c.n_layers, c.d_model, c.padded_vocab_size, c.d_ff
-    A, E = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    # Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension that
+    # fsdp shards is the same everywhere and stays aligned to TPU tiles. convert.py transposes, nothing else does.
+    L, D, V, F, std = config.n_layers, config.d_model, config.padded_vocab_size, config.d_ff, config.init_std
+    A, E = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     return {
         "embed": Tensor((V, D), P("tensor", "fsdp"), std, False),
         "wq": Tensor((L, D, A), P(None, "fsdp", "tensor"), std, True),
@@ -220,7 +217,7 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
 
 def check_mesh(config: ModelConfig, sizes: dict[str, int], sequence_length: int) -> None:
     """Raise ValueError with both numbers if the model cannot be sharded over the mesh."""
-    for what, size, axis in (
+    for name, size, axis in (
         ("d_model", config.d_model, "fsdp"),
         ("n_heads", config.n_heads, "tensor"),
         ("n_kv_heads", config.n_kv_heads, "tensor"),
@@ -229,7 +226,7 @@ def check_mesh(config: ModelConfig, sizes: dict[str, int], sequence_length: int)
         ("sequence_length", sequence_length, "context"),
     ):
         if size % sizes[axis]:
-            raise ValueError(f"{what}: got {size}, expected a multiple of the mesh's {axis} size {sizes[axis]}")
+            raise ValueError(f"{name}: got {size}, expected a multiple of the mesh's {axis} size {sizes[axis]}")
 
 
 # ------------------------------------------------------------------------------------- collectives and their gradients
@@ -253,32 +250,26 @@ def vary(x):
 
 def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig) -> dict[str, jax.Array]:
     """Sum each gradient over the axes along which its tensor is replicated (its spec lacks them)."""
-    return {name: lax.psum(grads[name], missing_axes(t.spec)) for name, t in ledger(config).items()}
+    missing = {name: tuple(a for a in AXES if a not in t.spec) for name, t in ledger(config).items()}
+    return {name: lax.psum(grads[name], axes) for name, axes in missing.items()}
 
 
-def missing_axes(spec: P) -> tuple[str, ...]:
-    return tuple(a for a in AXES if a not in spec)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_weight(w, axis: int, compute_dtype: str, reduce_dtype: str):
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_weight(w, axis: int, config: ModelConfig):
     """Cast this device's fp32 shard, then gather it over fsdp: half the bytes move when computing in bf16."""
+    w = w.astype(config.compute_dtype)
     if lax.axis_size("fsdp") == 1:
-        return w.astype(compute_dtype)  # XLA copies and transposes for a gather that moves nothing
-    return lax.all_gather(w.astype(compute_dtype), "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
+        return w  # XLA copies and transposes for a gather that moves nothing
+    return lax.all_gather(w, "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
 
 
-def _gather_weight_fwd(w, axis, compute_dtype, reduce_dtype):
-    return gather_weight(w, axis, compute_dtype, reduce_dtype), None
-
-
-def _gather_weight_bwd(axis, compute_dtype, reduce_dtype, _, g):
-    g = g.astype(reduce_dtype)  # plain autodiff would add up in the compute dtype
+def _gather_weight_bwd(axis, config, _, g):
+    g = g.astype(config.grad_reduce_dtype)  # plain autodiff would add up in the compute dtype
     g = lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True)  # [.., D, ..] -> [.., D/fsdp, ..], summed
     return (g.astype(jnp.float32),)
 
 
-gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+gather_weight.defvjp(lambda *args: (gather_weight(*args), None), _gather_weight_bwd)
 
 
 # ------------------------------------------------------------------------------------------------------- pure maths
@@ -309,23 +300,25 @@ def rope_frequencies(config: ModelConfig, yarn: bool) -> tuple[np.ndarray, float
     inv = (1.0 / config.rope_theta ** (np.arange(half, dtype=np.float64) / half)).astype(np.float32)
     if not yarn:
         return inv, 1.0
-    y = config.yarn
+    yarn_config = config.yarn
 
     def dimension_of(rotations: float) -> float:  # the dimension that turns so often over the original length
-        turns = y.original_length / (2 * math.pi * rotations)
+        turns = yarn_config.original_length / (2 * math.pi * rotations)
         return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(dimension_of(y.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(y.beta_slow)), half - 1)
+    # Dimensions that turn often keep their frequency, those that turn less than once are slowed down by the factor.
+    low = max(math.floor(dimension_of(yarn_config.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(yarn_config.beta_slow)), half - 1)
     ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
-    inv = inv / np.float32(y.factor) * ramp + inv * (1 - ramp)
-    return inv.astype(np.float32), 0.1 * math.log(y.factor) + 1.0
+    inv = inv / np.float32(yarn_config.factor) * ramp + inv * (1 - ramp)
+    return inv.astype(np.float32), 0.1 * math.log(yarn_config.factor) + 1.0
 
 
-def rope_tables(config: ModelConfig, positions_S, yarn: bool):
-    """(cos, sin), each fp32 [S, 1, K/2], at global positions."""
-    inv, factor = rope_frequencies(config, yarn)
-    angles = positions_S.astype(jnp.float32)[:, None, None] * inv
+def rope_tables(config: ModelConfig, positions_S, kind: str):
+    """(cos, sin) for a layer of this kind, each fp32 [S, 1, K/2], at global positions; [B, S] gives [B, S, 1, K/2]."""
+    # Sliding layers keep plain RoPE: no distance in a window is longer than those of pretraining.
+    inv, factor = rope_frequencies(config, yarn=kind == "f" and config.yarn is not None)
+    angles = positions_S.astype(jnp.float32)[..., None, None] * inv
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
@@ -379,6 +372,7 @@ def dense_attention(q, k, v, where: Where, slot: int):
     B, S, H, K = q.shape
     G = k.shape[2]
     q = q.reshape(B, S, G, H // G, K)
+    # Scores and softmax in fp32; each group of R query heads shares a key head.
     mask = visible(where.places, where.window)
     mask = mask[:, None, None] if mask.ndim == 3 else mask[None, None, None]
     scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32)
@@ -392,12 +386,14 @@ def locate(positions_S, segments_BS, window: int | None, execution: Execution) -
     segments = segments_BS is not None
     if shards == 1:
         return Where(Places(positions_S, positions_S, segments_BS, segments_BS), window, 0)
+    # A sliding layer: its keys begin `halo` positions before its queries, but not before the first shard can send any.
     if window is not None:
         halo = window - 1
         halo = min(halo + -halo % execution.key_multiple, S * (shards - 1))
         k_pos = positions_S[0] - halo + jnp.arange(halo + S)
         k_segment = with_halo(segments_BS, halo) if segments else None
         return Where(Places(positions_S, k_pos, segments_BS, k_segment), window, halo)
+    # A full layer: positions and documents of queries move as `attend` moves the queries themselves.
     q_pos = swap_with_mirror(positions_S[None])[0]
     k_pos = vary(jnp.arange(S * shards))
     q_segment = swap_with_mirror(segments_BS) if segments else None
@@ -406,17 +402,15 @@ def locate(positions_S, segments_BS, window: int | None, execution: Execution) -
 
 
 def attend(q, k, v, where: Where, execution: Execution, slot: int):
-    """Causal attention over the whole sequence, of which this device holds S contiguous positions.
-
-    A sliding layer fetches the window - 1 keys before its shard from its neighbours. A full layer gathers all keys
-    and exchanges the later half of its queries with the mirror shard: shard i of n has as many keys to look at for
-    its earlier half as shard n-1-i lacks for its own, so that after the exchange all have the same work.
-    """
+    """Causal attention over the whole sequence, of which this device holds S contiguous positions."""
     attention = partial(execution.attention, where=where, slot=slot)
     if lax.axis_size("context") == 1:
         return attention(q, k, v)
+    # A sliding layer fetches the window - 1 keys before its shard from its neighbours.
     if where.window is not None:
         return attention(q, with_halo(k, where.offset), with_halo(v, where.offset))
+    # A full layer gathers all keys and exchanges the later half of its queries with the mirror shard. The earlier half
+    # of shard i of n sees as many keys as the later half of shard n-1-i lacks: after the exchange all do the same work.
     return swap_with_mirror(attention(swap_with_mirror(q), gather_sequence(k), gather_sequence(v)))
 
 
@@ -454,19 +448,15 @@ def swap_with_mirror(x):
 def embed_tokens(params, tokens_BS, config: ModelConfig):
     """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
-        table_VD = gather_weight(params["embed"], 1, config.compute_dtype, config.grad_reduce_dtype)
-        rows = table_VD.shape[0]
-        local = tokens_BS.reshape(-1) - lax.axis_index("tensor") * rows
-        mine = (local >= 0) & (local < rows)
-        x_ND = jnp.where(mine[:, None], table_VD[jnp.clip(local, 0, rows - 1)], 0)
+        table_VD = gather_weight(params["embed"], 1, config)
+        # A device looks up the ids that lie in its rows, and puts zeros where the others' lie.
+        local_N, mine_N = local_labels(tokens_BS.reshape(-1), table_VD.shape[0])
+        x_ND = jnp.where(mine_N[:, None], table_VD[local_N], 0)
         return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
-def attention_block(
-    x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, slot: int, attention=attend
-):
-    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are sharded over tensor.
-    `attention`: what takes the place of `attend` where keys and values are kept from call to call."""
+def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, slot: int, attention):
+    """Attention(x), before its norm. `w`: one layer's tensors, gathered over fsdp; heads are sharded over tensor."""
     with jax.named_scope("attention"):
         S = where.places.q_pos.shape[0]
         # Saved before norm and RoPE: the norm's backward pass would need the product of x and wq again.
@@ -476,7 +466,8 @@ def attention_block(
         q_NA = rms_norm_over_tensor(q_NA, w["q_norm"], config.norm_eps)
         k_NE = rms_norm_over_tensor(k_NE, w["k_norm"], config.norm_eps)
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
-        scale = config.head_dim**-0.5  # of the scores, in the one rounding that RoPE's result has anyway
+        # The scale of the scores goes into the one rounding that RoPE's result has anyway.
+        scale = config.head_dim**-0.5
         q, k = apply_rope(q, *(scale * x for x in rope)), apply_rope(k, *rope)
         heads_NA = attention(q, k, v, where, execution, slot).reshape(q_NA.shape)
         out_ND = jnp.einsum("na,da->nd", heads_NA, w["wo"])
@@ -514,13 +505,12 @@ def feed_forward_block(x_ND, w, slot: int):
 
 
 def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution, slot: int = 0, attention=attend):
-    """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch. `w`: its tensors' shards."""
-    tensors = ledger(config)
-    # Matrices are whole on a device only while their layer is computed; norms are small and everywhere.
-    w = {
-        name: gather_weight(x, 0, config.compute_dtype, config.grad_reduce_dtype) if "fsdp" in tensors[name].spec else x
-        for name, x in w.items()
-    }
+    """One block of OLMo 3: the norms stand after the sub-layers, inside the residual branch. `w`: its tensors' shards.
+    `attention`: a function that takes the place of `attend` where keys and values are kept from call to call."""
+    # Matrices are whole in D on a device only while their layer is computed; norms are small and never sharded in D.
+    table = ledger(config)
+    w = {name: gather_weight(x, 0, config) if "fsdp" in table[name].spec else x for name, x in w.items()}
+
     x_ND = save_as("x", slot, x_ND)
     attn_ND = attention_block(x_ND, w, rope, where, config, execution, slot, attention)
     x_ND = x_ND + rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
@@ -532,24 +522,17 @@ def geometry(config: ModelConfig, positions_S, segments_BS, execution: Execution
     """{"s", "f": (cos and sin for RoPE, Where)} of sliding and full layers at these global positions."""
     # A window that covers the whole sequence is full attention, but keeps its layer's own RoPE.
     sequence = positions_S.shape[0] * lax.axis_size("context")
-    window = config.window if config.window < sequence else None
+    windows = {"s": config.window if config.window < sequence else None, "f": None}
     return {
-        "s": (rope_tables(config, positions_S, yarn=False), locate(positions_S, segments_BS, window, execution)),
-        "f": (
-            rope_tables(config, positions_S, config.yarn is not None),
-            locate(positions_S, segments_BS, None, execution),
-        ),
+        kind: (rope_tables(config, positions_S, kind), locate(positions_S, segments_BS, window, execution))
+        for kind, window in windows.items()
     }
 
 
-def scan_layers(
-    params, x_ND, apply: Callable, config: ModelConfig, kept=None, unroll: int = 1, wrap: Callable = lambda f: f
-):
-    """(x after all layers, what they keep). `apply(x_ND, w, slot, kind, kept)` -> (x_ND, kept) is one layer.
-
-    A scan over the cycles of the pattern, not over layers, so that the window of each slot is static. `kept` is a list by
-    slot, each entry stacked over the cycles; sampling keeps keys and values there.
-    """
+def scan_layers(params, x_ND, apply: Callable, config: ModelConfig, kept=None, unroll=1, wrap=lambda cycle: cycle):
+    """(x after all layers, what they keep). `apply(x_ND, w, slot, kind, kept)` -> (x_ND, kept) is one layer. `kept` is a
+    list by slot, each entry stacked over the cycles; sampling keeps keys and values there."""
+    # A scan over the cycles of the pattern, not over layers, so that the window of each slot is static.
     n = len(config.pattern)
 
     def cycle(x_ND, inputs):
@@ -568,6 +551,7 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
 
     local: tokens [B/(data*fsdp), S/context] int32, segments the same or None, params as the ledger shards them.
     """
+    # Positions are global, so that RoPE and masks do not notice how the sequence is sharded.
     S = tokens_BS.shape[1]
     positions_S = vary(lax.axis_index("context") * S + jnp.arange(S))
     of_kind = geometry(config, positions_S, segments_BS, execution)
@@ -576,7 +560,7 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
         return layer(x_ND, w, *of_kind[kind], config, execution, slot), kept
 
     # What the backward pass finds saved. A gathered weight never is: only one or two layers are ever whole.
-    saved, wrap = execution.remat, lambda cycle: cycle
+    saved, options = execution.remat, {}
     if saved is None and lax.axis_size("fsdp") > 1:
         saved = SAVED
     if saved is not None:
@@ -584,10 +568,11 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
         names = [f"{name}{slot}" for name in saved if not name[-1].isdigit() for slot in slots]
         names += [name for name in saved if name[-1].isdigit()]
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        wrap = partial(jax.checkpoint, policy=policy, prevent_cse=False)
+        # prevent_cse=False: a scan's body cannot be merged with its copy in the backward pass, so no barriers are needed.
+        options = {"wrap": partial(jax.checkpoint, policy=policy, prevent_cse=False)}
 
     x_ND = embed_tokens(params, tokens_BS, config)
-    x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, wrap=wrap)
+    x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, **options)
     return rms_norm(x_ND, params["final_norm"], config.norm_eps)
 
 
@@ -602,16 +587,12 @@ def logits(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execu
 
 def gather_head(lm_head, config: ModelConfig):
     """This device's rows of the output matrix, whole in width, in the compute dtype: [V/tensor, D]."""
-    return gather_weight(lm_head, 1, config.compute_dtype, config.grad_reduce_dtype)
+    return gather_weight(lm_head, 1, config)
 
 
 def head_logits(x_ND, head_VD, config: ModelConfig):
     """fp32 logits [N, V/tensor] of this device's rows of the vocabulary; padding rows are masked if the config says so."""
     logits_NV = jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
-    return mask_padded_vocab(logits_NV, config)
-
-
-def mask_padded_vocab(logits_NV, config: ModelConfig):
     if not config.mask_padded_vocab or config.padded_vocab_size == config.vocab_size:
         return logits_NV
     rows = logits_NV.shape[-1]
@@ -631,24 +612,22 @@ class TokenLoss(NamedTuple):
 def chunk_loss(x_CD, head_VD, labels_C, config: ModelConfig):
     """Logits of one chunk against this device's rows of the vocabulary -> (CE [C], lse [C], logits [C, V/tensor])."""
     logits_CV = head_logits(x_CD, head_VD, config)
+    # The logsumexp over all devices' rows: their largest logit first, so that no exponential overflows.
     peak_C = vary(lax.pmax(lax.stop_gradient(jnp.max(logits_CV, axis=-1)), "tensor"))  # [C] stays [C]
     sum_C = jnp.sum(jnp.exp(logits_CV - peak_C[:, None]), axis=-1)
     sum_C = vary(lax.psum(sum_C, "tensor"))  # [C] stays [C]
     lse_C = peak_C + jnp.log(sum_C)
+    # The label's logit lies on one device along tensor; the others add zero.
     local_C, mine_C = local_labels(labels_C, logits_CV.shape[-1])
     target_C = jnp.where(mine_C, jnp.take_along_axis(logits_CV, local_C[:, None], axis=-1)[:, 0], 0.0)
-    target_C = vary(lax.psum(target_C, "tensor"))  # each label lies on one device; [C] stays [C]
+    target_C = vary(lax.psum(target_C, "tensor"))  # [C] stays [C]
     return lse_C - target_C, lse_C, logits_CV
 
 
 def local_labels(labels_C, rows: int):
-    """(label as a row of this device's part of the vocabulary, whether it lies there)."""
+    """(id as a row of this device's part of the vocabulary, whether it lies there)."""
     local_C = labels_C - lax.axis_index("tensor") * rows
     return jnp.clip(local_C, 0, rows - 1), (local_C >= 0) & (local_C < rows)
-
-
-def weighted_loss(ce_C, lse_C, mask_C, z_loss: float):
-    return jnp.sum(jnp.where(mask_C != 0, mask_C * (ce_C + z_loss * lse_C**2), 0))
 
 
 def split_chunks(chunk: int, *arrays):
@@ -665,45 +644,43 @@ def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelC
     `mask` is a weight and may have any sign. A token of weight 0 is left out, whatever its logits are, in the sum and in
     the gradients of the others: 0 * inf is NaN.
 
-    Chunk by chunk, so that the fp32 logits [N, V] never exist whole. When differentiated, dx and dW are made in the
-    forward pass while a chunk's logits are at hand: no logits are computed twice. Only the sum has a gradient.
+    Chunk by chunk, so that the fp32 logits [N, V] never exist whole. Only the sum has a gradient.
     Source: OLMo-core nn/functional/cross_entropy_loss.py.
     """
-    head_VD = gather_head(lm_head, config)
-
-    def body(total, inputs):
-        x_CD, labels_C, mask_C = inputs
-        ce_C, lse_C, _ = chunk_loss(x_CD, head_VD, labels_C, config)
-        return total + weighted_loss(ce_C, lse_C, mask_C, z_loss), TokenLoss(ce_C, lse_C**2)
-
-    total, per_token = lax.scan(body, vary(jnp.float32(0)), split_chunks(chunk, x_ND, labels_N, mask_N))
-    return total, TokenLoss(*(a.reshape(-1)[: x_ND.shape[0]] for a in per_token))
+    return loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate=False)[0]
 
 
-def _cross_entropy_fwd(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk):
+def loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate: bool = True):
+    """(what `cross_entropy` returns, (dx [N, D], dW fp32 [V/tensor, D]) of the sum, or Nones)."""
     head_VD = gather_head(lm_head, config)
 
     def body(carry, inputs):
         total, dhead_VD = carry
         x_CD, labels_C, mask_C = inputs
         ce_C, lse_C, logits_CV = chunk_loss(x_CD, head_VD, labels_C, config)
+        total = total + jnp.sum(jnp.where(mask_C != 0, mask_C * (ce_C + z_loss * lse_C**2), 0))
+        per_token = TokenLoss(ce_C, lse_C**2)
+        if not differentiate:
+            return (total, None), (per_token, None)
+        # dx and dW are made now, while the chunk's logits are at hand: no logits are computed twice.
         local_C, mine_C = local_labels(labels_C, logits_CV.shape[-1])
         one_hot_CV = mine_C[:, None] & (local_C[:, None] == jnp.arange(logits_CV.shape[-1]))
+        # d CE / d logits = probs - one_hot, and d lse^2 / d logits = 2 lse probs.
         probs_CV = jnp.exp(logits_CV - lse_C[:, None])
         dlogits_CV = (mask_C * (1 + 2 * z_loss * lse_C))[:, None] * probs_CV - jnp.where(one_hot_CV, mask_C[:, None], 0)
+        # A token of weight 0 must not bring an inf or a NaN into dW, where all tokens are added up.
         counts_C1 = mask_C[:, None] != 0
         dlogits_CV = jnp.where(counts_C1, dlogits_CV, 0).astype(config.compute_dtype)
-        dx_CD = dlogits_CV @ head_VD
-        x_CD = jnp.where(counts_C1, x_CD, 0)  # below each of its rows is added to that of all labels
+        x_CD = jnp.where(counts_C1, x_CD, 0)
+        # dW is added up in fp32 over the chunks, whatever the compute dtype.
         dhead_VD = dhead_VD + jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
-        total = total + weighted_loss(ce_C, lse_C, mask_C, z_loss)
-        return (total, dhead_VD), (TokenLoss(ce_C, lse_C**2), dx_CD)
+        return (total, dhead_VD), (per_token, dlogits_CV @ head_VD)
 
-    zero = (jnp.float32(0), jnp.zeros(head_VD.shape, jnp.float32))
-    (total, dhead_VD), (per_token, dx) = lax.scan(body, vary(zero), split_chunks(chunk, x_ND, labels_N, mask_N))
-    N, D = x_ND.shape
-    per_token = TokenLoss(*(a.reshape(-1)[:N] for a in per_token))
-    return (total, per_token), (dx.reshape(-1, D)[:N], dhead_VD)
+    zero = vary((jnp.float32(0), jnp.zeros(head_VD.shape, jnp.float32) if differentiate else None))
+    (total, dhead_VD), chunks = lax.scan(body, zero, split_chunks(chunk, x_ND, labels_N, mask_N))
+    # From chunks back to tokens, without those that filled the last chunk up.
+    per_token, dx_ND = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: x_ND.shape[0]], chunks)
+    return (total, per_token), (dx_ND, dhead_VD)
 
 
 def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
@@ -715,7 +692,7 @@ def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
     return vary(((g * dx_ND).astype(dx_ND.dtype), dhead_VD.astype(jnp.float32), None, None))
 
 
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+cross_entropy.defvjp(loss_by_chunks, _cross_entropy_bwd)
 
 
 def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Execution):

@@ -55,10 +55,8 @@ def decode(params, cache, token_B, position_B, config, execution):
     B = token_B.shape[0]
     zero_S = jnp.zeros(1, jnp.int32)
     anywhere = model.Where(model.Places(zero_S, zero_S, None, None), None, 0)  # `attention` below has its own
-    of_kind = {}
-    for kind in "sf":  # cos and sin of each row's own position, [B, 1, 1, K/2]
-        tables = model.rope_tables(config, position_B, kind == "f" and config.yarn is not None)
-        of_kind[kind] = tuple(x[:, None] for x in tables), anywhere
+    # cos and sin of each row's own position, [B, 1, 1, K/2]
+    of_kind = {kind: (model.rope_tables(config, position_B[:, None], kind), anywhere) for kind in "sf"}
 
     def attention(_, q, k, v, kept):
         T = kept[0].shape[1]

@@ -243,7 +243,7 @@ class Mutant(NamedTuple):
 
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
-SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], missing_axes(t.spec))"
+SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], axes)"
 SCATTER, NORM = "dimension=axis, tiled=True)", "lax.psum(jnp.sum(jnp.square(g)), sharded)"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
@@ -254,10 +254,10 @@ MUTANTS = [Mutant(*row) for row in (
     ("softmax over a device's own rows of the vocabulary", 'vary(lax.psum(sum_C, "tensor"))', "sum_C", TENSOR),
     ("padding rows counted among a device's own", 'jnp.where(lax.axis_index("tensor") * rows + ', "jnp.where(", TENSOR),
     ("loss's gradient not summed over tensor", 'lax.psum(cotangents[0], "tensor")', "cotangents[0]", TENSOR),
-    ("gradients not summed over data", SUMMED, SUMMED.replace("spec)", "spec)[1:]"), GENERAL),
-    ("gradients not summed over context", "return tuple(a for a in AXES if a not in spec)",
-     'return tuple(a for a in AXES if a not in spec and a != "context")', FULL),
-    ("gradients summed over fsdp too", SUMMED, 'lax.psum(grads[name], tuple({*missing_axes(t.spec), "fsdp"}))', FULL),
+    ("gradients not summed over data", SUMMED, "lax.psum(grads[name], axes[1:])", GENERAL),
+    ("gradients not summed over context", "tuple(a for a in AXES if a not in t.spec)",
+     'tuple(a for a in AXES if a not in t.spec and a != "context")', FULL),
+    ("gradients summed over fsdp too", SUMMED, 'lax.psum(grads[name], tuple({*axes, "fsdp"}))', FULL),
     ("reduce-scatter averages", SCATTER, f'{SCATTER} / lax.axis_size("fsdp")', FULL),
     ("share of the loss not divided by tensor", SHARE, "return total / divisor, sums", FULL),
     ("share of the loss summed over the mesh", SHARE,

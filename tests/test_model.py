@@ -486,7 +486,7 @@ def test_rope_tables_have_yarn_in_both_sin_and_cos():
     """Catches a factor on cos alone, fp16-like positions, and a table for local instead of global positions."""
     c = replace(SEVEN_B, yarn=YARN_7B)
     positions = jnp.array([0, 1, 60_000])
-    cos, sin = model.rope_tables(c, positions, yarn=True)
+    cos, sin = model.rope_tables(c, positions, "f")
     inv, factor = model.rope_frequencies(c, yarn=True)
     angles = np.array([0, 1, 60_000], np.float64)[:, None] * inv
     assert cos.shape == (3, 1, 64) and cos.dtype == jnp.float32
