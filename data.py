@@ -122,6 +122,7 @@ class Index:
     fingerprint: str
 
     def __post_init__(self):
+        # Beyond what the dtype holds ids would wrap round to others, without a sign.
         if self.dtype not in ("uint32", "uint16") or self.sequence_length < 2:
             got = f"{self.dtype!r}, {self.sequence_length}"
             raise DataError(f"dtype, sequence_length: got {got}, expected uint32 or uint16, at least 2")
@@ -142,6 +143,7 @@ class Index:
             got = f"{sum(f.bytes for f in self.files) // self.itemsize} tokens in {len(self.files)} files"
             expected = f"one file of at least {self.sequence_length} tokens"
             raise DataError(f"no instances: got {got}, expected {expected}; fix: check the paths, or the length")
+        # An index that was edited by hand is another corpus under the old name.
         expected = fingerprint(self.sequence_length, self.dtype, self.tokenizer, self.vocab_size, self.files)
         if self.fingerprint != expected:
             raise DataError(f"fingerprint: got {self.fingerprint}, the contents give {expected}; fix: index again")
@@ -233,6 +235,7 @@ def build_index(
     For files on a server, `names` are those paths and `read_edges` reads the files. One error names all bad files."""
     itemsize, files = np.dtype(dtype).itemsize, list(files)
     names = [relative_name(path, root) for _, path in files] if names is None else names
+    # All files are looked at before the first fault is raised: a list of 12,000 is mended once, not file by file.
     surveyed = list(in_parallel(lambda file: survey(file[1], itemsize, read_edges), files, "index"))
     if faults := [fault for fault, *_ in surveyed if fault]:
         raise DataError("\n".join(faults))
@@ -398,13 +401,16 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
 
     As in OLMo-core the label at an EOS is the first token of the next document, with and without document_mask."""
     tokens = tokens_BS.astype(np.int32)
+    # The last position has no label in the row. Its loss is masked, so that every row has S tokens.
     labels, segment_ids = np.zeros_like(tokens), np.zeros_like(tokens)
     labels[:, :-1] = tokens[:, 1:]
+    # A row that repeats itself loses its loss and keeps its place: dropping it would move all later batches.
     filtered = repetition_filtered(tokens) if config.repetition_filter else np.zeros(len(tokens), bool)
     loss_mask = np.repeat(~filtered[:, None], tokens.shape[1], axis=1)
     loss_mask[:, -1] = False
     if config.mask_token is not None:
         loss_mask &= labels != config.mask_token
+    # An EOS belongs to the document that it ends, so the count begins behind it.
     if config.document_mask:
         is_eos = tokens == index.eos_id
         segment_ids = np.cumsum(is_eos, axis=1, dtype=np.int32) - is_eos
@@ -471,6 +477,7 @@ class BatchSource:
         assert position >= 0
         # DIVERGENCE 8: after a change of the batch size the position stays where it was, in instances. OLMo-core counts
         # batches of the new size and rounds down, which trains up to one batch twice.
+        # The position alone decides: a restart in epoch 3 needs nothing of what epochs 1 and 2 have read.
         positions = position + self.rows
         instances = np.empty(len(positions), np.int64)
         epochs = positions // self.usable + 1
@@ -501,6 +508,7 @@ class BatchSource:
                 content, status = read_at(f.fileno(), offset * itemsize, S * itemsize), os.fstat(f.fileno())
                 return content, (status.st_size, status.st_mtime_ns)
 
+        # A file is compared with the index at its first read, and again whenever it has changed since.
         content, state = patiently(read, path)
         if file.path not in self._checked_files or state != self.states[file.path]:
             self._check(path, file, state)
@@ -554,9 +562,11 @@ def open_data(
     assert rows.size and 0 <= rows.min() <= rows.max() < config.global_batch
     root = path.parent if data_root is None else local_path(data_root)
 
+    # Sizes only: 4 TB in thousands of files start in seconds. Contents are compared at the first read of each file.
     def look(file: TokenFile) -> tuple[str | None, int]:
-        fault = file_fault(root / file.path, file, index.itemsize, read=False)
-        return fault, None if fault else (root / file.path).stat().st_mtime_ns
+        path = root / file.path
+        fault = file_fault(path, file, index.itemsize, read=False)
+        return fault, None if fault else patiently(path.stat, path).st_mtime_ns
 
     looks = list(in_parallel(look, index.files, "open"))
     if faults := [fault for fault, _ in looks if fault]:
@@ -583,6 +593,7 @@ def loader(source: BatchSource, start: int, stop: int, workers: int = 0, prefetc
     positions = range(start, stop, source.config.global_batch)
     if positions:
         source.instances_at(start)  # builds the order once, here, rather than in every worker
+    # Grain knows positions and nothing else: it shuffles nothing, keeps no state, and a restart begins at any of them.
     batches = grain.MapDataset.range(positions.start, positions.stop, positions.step).map(source.batch_at)
     if workers == 0:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))))
@@ -621,6 +632,7 @@ def end_with_parent(worker: int, workers: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))  # SIGALRM, which nothing handles, ends the worker
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_THE_GROUP)
 
+    # A process whose parent has died gets another one. Nothing else tells it of kill -9.
     def watch():
         while os.getppid() == parent:
             time.sleep(0.5)

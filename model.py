@@ -263,13 +263,17 @@ def gather_weight(w, axis: int, config: ModelConfig):
     return lax.all_gather(w, "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
 
 
+def _gather_weight_fwd(w, axis, config):
+    return gather_weight(w, axis, config), None
+
+
 def _gather_weight_bwd(axis, config, _, g):
     g = g.astype(config.grad_reduce_dtype)  # plain autodiff would add up in the compute dtype
     g = lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True)  # [.., D, ..] -> [.., D/fsdp, ..], summed
     return (g.astype(jnp.float32),)
 
 
-gather_weight.defvjp(lambda *args: (gather_weight(*args), None), _gather_weight_bwd)
+gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
 
 
 # ------------------------------------------------------------------------------------------------------- pure maths

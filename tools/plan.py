@@ -60,7 +60,8 @@ KINDS = {
     "ppermute": "permute",
 }
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
-HELPERS = (
+# Functions whose callers say more about where a collective stands.
+HELPERS = ("vary", "gather_weight", "gather_head", "apply", "scan_layers", "loss_by_chunks")
     "vary",
     "gather_weight",
     "gather_head",
