@@ -62,12 +62,6 @@ KINDS = {
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
 # Functions whose callers say more about where a collective stands.
 HELPERS = ("vary", "gather_weight", "gather_head", "apply", "scan_layers", "loss_by_chunks")
-    "vary",
-    "gather_weight",
-    "gather_head",
-    "apply",
-    "scan_layers",
-)  # their callers say more about where it stands
 
 
 class Collective(NamedTuple):
