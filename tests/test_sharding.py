@@ -17,7 +17,7 @@ import train
 from config import load_config, shardings, to_device
 
 FILES = sorted(HERE.glob("*.py"))
-TOLERANCE = 1e-5  # fp32 sums in another order; measured: 5.5e-6 at most
+TOLERANCE = 3e-5  # fp32 sums in another order; measured: 5.5e-6 on one CPU, 1.4e-5 on another
 SEEN = 1e-3  # a break that changes no quantity by as much would not be called seen
 
 
