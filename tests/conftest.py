@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Several fake devices, so that meshes larger than one can be tested; must be set before jax is imported.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# A job in the background inherits that Ctrl-C is ignored, and the processes under test would inherit it in turn.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "bench", "tools")]
 
 import jax  # noqa: E402

@@ -214,11 +214,9 @@ XPK = ("--cluster", "c", "--project", "project-1", "--zone", "us-central1-a", "-
 
 @pytest.fixture
 def place(tmp_path) -> Iterator[Place]:
-    signals = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {s: signal.signal(s, handler) for s, handler in signals.items()}  # where the tests run under nohup or as a
-    yield Place(tmp_path)  # job in the background, the launcher would inherit that these are to be ignored
-    for s, handler in before.items():
-        signal.signal(s, handler)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the launcher would inherit that it is ignored
+    yield Place(tmp_path)
+    signal.signal(signal.SIGHUP, before)
 
 
 def wait_for(what, seconds: float = 20):
