@@ -1,8 +1,8 @@
 """The attention of model.py, computed faster: blockwise on any machine, JAX's Splash kernel on a TPU.
 
-All have the signature of model.dense_attention, (q, k, v, where, slot) -> heads_out, once their block sizes are bound, and
-tests hold them equal to it, forward and backward. `choose_attention` binds them as a hardware file says. Imports model.py
-alone.
+All have the signature of model.dense_attention once their block sizes are bound: (q, k, v, where, slot) -> heads_out.
+Tests hold them equal to it, forward and backward. `choose_attention` binds them as a hardware file says. Imports
+model.py alone.
 
 Source: FlashAttention 2 (https://arxiv.org/abs/2307.08691) for the backward pass of a block;
 jax.experimental.pallas.ops.tpu.splash_attention for the kernel. Dimensions as in model.py; Q queries of one block.
@@ -114,7 +114,7 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
 
     Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
     pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
-    once, so a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
+    once. So a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
     shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
     """
     B, S, H, K = q.shape

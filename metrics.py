@@ -149,9 +149,9 @@ def flops_per_token(config, convention: str = "OLMo-core") -> float:
 
         6 x weights of matmuls + sum over layers of 12 x heads x head_dim x keys that a query sees
 
-    "OLMo-core" (nn/transformer/model.py:num_flops_per_token) counts every parameter but embeddings and block norms, and
-    window or S keys. "full causal" (the case study) and "window-correct" count no padding rows and no norms; of keys the
-    first S/2 in every layer, the second those that an average query really sees. The 6 are forward and backward (2 + 4)."""
+    "OLMo-core" (nn/transformer/model.py:num_flops_per_token) counts every parameter but embeddings and block norms. Its
+    keys are the window, or S. The other two count no padding rows and no norms. "full causal" (the case study) takes S/2
+    keys in every layer, "window-correct" those that an average query sees. The 6 are forward and backward (2 + 4)."""
     model, sizes, S = config.model, config.parameter_sizes, config.data.sequence_length
 
     def keys(kind: str) -> float:  # of one layer

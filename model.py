@@ -2,9 +2,9 @@
 
     h = x + RMSNorm(Attention(x))        y = h + RMSNorm(SwiGLU(h))        logits = RMSNorm(y_last) @ lm_head.T
 
-Reordered norm (after attention and feed-forward, before the residual add), QK-norm over all heads jointly before
-RoPE, three sliding-window layers and one full layer in turn, an untied head, no bias anywhere, YaRN on the full
-layers only. The loss is cross-entropy + z_loss * logsumexp^2, computed chunk by chunk.
+The norms are reordered: after attention and feed-forward, before the residual add. QK-norm is over all heads jointly,
+before RoPE. Three sliding-window layers and one full layer take turns; YaRN is on the full layers only. The head is
+untied, and nothing has a bias. The loss is cross-entropy + z_loss * logsumexp^2, computed chunk by chunk.
 
 Everything below `PARAMETERS` runs inside `jax.shard_map`: arrays are local blocks and every collective is written
 out, one per line. How gradients stay right is told at `vary`. The file imports no sibling and can be copied.
@@ -164,8 +164,8 @@ class Tensor(NamedTuple):
 def ledger(config: ModelConfig) -> dict[str, Tensor]:
     """Name -> shape, sharding, initial std, weight decay. Everything about parameters derives from this table.
 
-    Source: OLMo-core nn/transformer/init.py (normal, std 0.02, truncated at 3 std, no depth scaling, norms 1) and the
-    official scripts (decay on everything, norms and head included, except the embedding).
+    Source: OLMo-core nn/transformer/init.py: normal, std 0.02, truncated at 3 std, no depth scaling, norms 1. The
+    official scripts decay everything except the embedding, norms and head included.
     """
     # Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension that
     # fsdp shards is the same everywhere and stays aligned to TPU tiles. convert.py transposes, nothing else does.

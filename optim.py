@@ -275,7 +275,7 @@ def skip_step_adamw(
 
         # DIVERGENCE 2: a non-finite loss or norm always skips, also while the window is too short to judge; it changes
         # nothing at all and is not recorded. OLMo-core multiplies by f = 0, so that a NaN gradient reaches parameters
-        # and moments (0 * NaN = NaN), and records the NaN, so that the next skip_window steps are skipped too.
+        # and moments (0 * NaN = NaN). It records the NaN too, and so skips the next skip_window steps.
         nonfinite = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
         skip = (
             nonfinite
@@ -295,8 +295,8 @@ def skip_step_adamw(
         def leaf(decay, p, g, m, v):
             new_p, new_m, new_v = adamw_leaf(config, decay, p, g * clip, m, v, lr, correction1, correction2)
             # Selected, never multiplied: 0 * NaN is NaN. x + (-0.0) has the bits of x also for x = -0.0, which
-            # x + 0.0 has not (subnormals apart, which XLA may flush in any addition). For a step that is taken,
-            # p + (new_p - p) is new_p, or one ulp beside it where new_p is not within a factor of two of p.
+            # x + 0.0 has not (subnormals apart, which XLA may flush in any addition). A step that is taken
+            # ends at p + (new_p - p). That is new_p, or one ulp beside it where they differ by a factor above two.
             step_p = jnp.where(skip, -0.0, new_p - p)
             return step_p, jnp.where(skip, m, new_m), jnp.where(skip, v, new_v)
 

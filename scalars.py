@@ -1,8 +1,8 @@
 """What runs of three systems logged, as series by step: metrics.jsonl, TensorBoard, CSV exports of W&B, references.
 
 Ours and OLMo-core log cross-entropy alone; MaxText's loss contains the z-loss. `read_runs` brings them under one set of
-names and refuses to lay one beside the other unasked. TensorBoard's files are read here, record by record, because its
-own EventAccumulator passes over the rest of a file with a wrong checksum without a word. No jax.
+names and refuses to lay one beside the other unasked. TensorBoard's files are read here, record by record: at a
+wrong checksum its own EventAccumulator leaves out the rest of the file without a word. No jax.
 """
 
 import argparse
@@ -349,8 +349,8 @@ def read_runs(args: argparse.Namespace) -> list[Run]:
     if args.z_loss == "refuse" and len({r.z_loss for r in runs}) > 1:
         a, b = (next(r for r in runs if r.z_loss == kind) for kind in ("included", "none"))
         raise DataError(f"{a.name}: got {a.system}'s loss, which contains the z-loss, beside {b.name}, whose loss does not; "
-                         "fix: --z-loss subtract takes it off (wrong by a factor under gradient accumulation, where "
-                         "MaxText logs the sum of the micro-batches'), --z-loss label compares them as they are")  # fmt: skip
+                         "fix: --z-loss subtract takes it off (wrong by a factor under gradient accumulation: MaxText "
+                         "logs the sum of the micro-batches'); --z-loss label compares them as they are")  # fmt: skip
     first, last = args.steps or (0, math.inf)
     names = [r.name for r in runs]
     within = []

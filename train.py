@@ -380,7 +380,7 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
     labels = lax.psum(jnp.sum(batch["loss_mask"], dtype=jnp.int32), (*BATCH_AXES, "context"))  # [] stays []
     filtered = lax.psum(jnp.sum(batch["filtered"], dtype=jnp.int32), BATCH_AXES)  # [] stays []
     # DIVERGENCE 7: one divisor for the whole batch. OLMo-core divides each rank's sum by that rank's own count and
-    # averages, which depends on the number of ranks as soon as the counts differ (filtered or padded instances).
+    # averages. With filtered or padded instances the counts differ, and its loss depends on the number of ranks.
     divisor = labels + (filtered * S if config.loss.filtered_in_divisor else 0)
     divisor = jnp.maximum(divisor, 1).astype(jnp.float32)
 

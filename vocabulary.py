@@ -291,8 +291,9 @@ def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
 
 
 def training_data(step_folder: Path, meta: dict) -> TrainingData:
-    """What the parameters were trained on, as far as a checkpoint tells, the index that it names, and, of one that was
-    imported, the tokenizer that came with it."""
+    """What the parameters were trained on, as far as a checkpoint tells.
+
+    The index that it names; of an imported one also the tokenizer that came with it."""
     path, index, _ = index_of_run(meta)
     if index is not None:
         known = TrainingData.of(path, index)

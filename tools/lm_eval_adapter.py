@@ -90,8 +90,10 @@ class Row(NamedTuple):
 
 
 class Scorer:
-    """Log-likelihoods of continuations. A row is filled up to one of a few lengths on the right, where causality keeps
-    it from being seen, and `batch` rows of one shape are computed at once, the last ones filled up with empty rows."""
+    """Log-likelihoods of continuations.
+
+    A row is filled up to one of a few lengths. That happens on the right, where causality keeps it from being seen.
+    `batch` rows of one shape are computed at once; the last ones are filled up with empty rows."""
 
     def __init__(self, opened: Opened, max_length: int, batch: int):
         self.opened, self.max_length = opened, max_length

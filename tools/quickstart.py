@@ -2,7 +2,7 @@
 
     python tools/quickstart.py
 
-Trains a byte-level BPE tokenizer on the code and the docstrings of the standard library, and holds out about one file in
+Trains a byte-level BPE tokenizer on the code and the docstrings of the standard library. Holds out about one file in
 25, by a hash of its path. Afterwards: python train.py --config quickstart.yaml. Exit codes as train.py's.
 """
 

@@ -163,8 +163,8 @@ def write_shards(
 ) -> dict:
     """Encodes documents, an EOS after each, into uint32 shards; returns counts. Parallel in the tokenizer's threads.
 
-    Special tokens that stand in the text are encoded as the letters they are made of, so an EOS ends a document and
-    nothing else does. Empty documents are skipped, lone surrogates (JSON allows them, UTF-8 does not) become U+FFFD."""
+    Special tokens that stand in the text are encoded as the letters they are made of: only the EOS written here ends a
+    document. Empty documents are skipped. Lone surrogates (JSON allows them, UTF-8 does not) become U+FFFD."""
     if (eos_id := tokenizer.token_to_id(eos)) is None:
         raise DataError(f"--eos: got {eos!r}, which the tokenizer does not know; fix: name its end-of-text token")
     if shard_tokens < 1:
