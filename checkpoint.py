@@ -113,6 +113,8 @@ class Checkpoints:
             opt_state=ocp.args.PyTreeSave(opt_state, save_args=opt_args),
             meta=ocp.args.JsonSave(meta),
         )
+        # One save at a time. Orbax copies the arrays to the host before `save` returns, so the next step may reuse their
+        # buffers at once; writing goes on in threads while training does.
         self.wait()
         self.step, self.began = step, time.perf_counter()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, opt_state))
@@ -124,6 +126,8 @@ class Checkpoints:
     def restore_latest(self, targets: dict, check: Callable[[dict, Path], None]):
         """(params, opt_state, meta) of the newest usable step, in the shapes and shardings of `targets`; None if there has
         never been one. `check(meta, folder)` raises ValueError where a readable step belongs to another run."""
+        # From the newest down. Starting over at step 0 in silence would be the worst outcome, so damaged steps are counted:
+        # where only those are left, the run stops.
         damaged = sorted(self.folder.glob("*.damaged"))
         for step in sorted(self.manager.all_steps(), reverse=True):
             folder, damage, state = self.folder / str(step), None, {}
@@ -246,6 +250,7 @@ def read_meta(step_folder: Path) -> dict:
         raise DamagedCheckpoint(f"item 'meta' cannot be read ({path}: {first_line(e)})") from e
     if missing:
         raise DamagedCheckpoint(f"item 'meta' ({path}) lacks {', '.join(sorted(missing))}")
+    # A file of another format is whole, only not ours to read: it must not be set aside as damaged.
     if meta["format_version"] != FORMAT_VERSION:
         raise ValueError(f"{path}: got format version {meta['format_version']}, expected {FORMAT_VERSION}")
     return meta
@@ -324,6 +329,8 @@ def check_tree(item_folder: Path, target):
 
 def check_whole(item_folder: Path, target) -> None:
     """All chunks of all leaves are listed in the item. None of them is read."""
+    # OCDBT is a B-tree of keys LEAF/CHUNK: listing it costs no reads of arrays. A chunk whose numbers are all zero is
+    # stored like any other, since Orbax writes with store_data_equal_to_fill_value.
     leaves = jax.tree.leaves(check_tree(item_folder, target))
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{orbax_path(item_folder)}/"}}
     listed = Counter(key.decode().rpartition("/")[0] for key in ts.KvStore.open(store).result().list().result())
@@ -339,6 +346,8 @@ def check_whole(item_folder: Path, target) -> None:
 def bit_sums(tree):
     """For every leaf the sum of its 32-bit words modulo 2^32: exact, and therefore the same on every mesh."""
 
+    # Integer addition is associative also where it wraps, so no order of devices or chunks can change the sum. A sum of
+    # floats would depend on the mesh.
     def leaf(x):
         words = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.sum(words, dtype=jnp.uint32)
@@ -479,6 +488,8 @@ def check_same_run(meta: dict, config: Config, data_identity: dict, where: Path,
             f"{meta.get('tokens_seen')}"
         )
     check_same_data(meta, data_identity, where)
+    # Three kinds of keys: what the parameters are (never), what the updates do (only with --allow), how the run is
+    # driven (always).
     refused = []
     for key, then, now in differences(meta["config"], science_dict(config)):
         if key == "data.index":  # where it lies; its fingerprint is compared above
