@@ -34,6 +34,7 @@ import transformers
 import model
 import train
 from config import Config, load_config, make_mesh, to_device
+from hf_config import hf_config
 
 torch.set_num_threads(os.cpu_count())  # parity.py, whose tensors are tiny, has set 1
 
@@ -73,25 +74,8 @@ def our_step(c: Config, tokens: np.ndarray):
 def transformers_step(c: Config, tokens: np.ndarray):
     """The same with transformers and torch. Their labels are shifted inside the model."""
     m = c.model
-    kinds = {"s": "sliding_attention", "f": "full_attention"}
-    config = transformers.Olmo3Config(
-        vocab_size=m.vocab_size,
-        hidden_size=m.d_model,
-        intermediate_size=m.d_ff,
-        num_hidden_layers=m.n_layers,
-        num_attention_heads=m.n_heads,
-        num_key_value_heads=m.n_kv_heads,
-        head_dim=m.head_dim,
-        sliding_window=m.window,
-        max_position_embeddings=c.data.sequence_length,
-        rms_norm_eps=m.norm_eps,
-        layer_types=[kinds[k] for k in m.pattern * (m.n_layers // len(m.pattern))],
-        tie_word_embeddings=False,
-        use_cache=False,
-        pad_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
+    described = hf_config(m, 5, c.data.sequence_length, "float32", {"eos_token_id": None, "pad_token_id": None})
+    config = transformers.Olmo3Config(**described | {"use_cache": False, "attn_implementation": "sdpa"})
     net = transformers.Olmo3ForCausalLM(config).train()
     ours = model.parameter_count(m, padded=False)
     if sum(p.numel() for p in net.parameters()) != ours:

@@ -25,6 +25,7 @@ import model
 import train
 from attention import blockwise_attention
 from config import load_config, shardings, to_device
+from convert import HF_NAMES, VOCABULARY
 from model import Execution, ModelConfig, Places, YarnConfig, dense_attention
 
 YARN_7B = YarnConfig(factor=8.0, original_length=8192, beta_fast=32.0, beta_slow=1.0)
@@ -358,35 +359,18 @@ def hf_model(c, params):
             attn_implementation="eager",
         )
     )
-    state = {name: params[ours].copy() for name, (ours, _, _) in HF_TOP.items()}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state[name] = state[name][: c.vocab_size]
-    for i in range(c.n_layers):
-        for name, (ours, transpose) in HF_LAYER.items():
-            x = params[ours][i]
-            state[f"model.layers.{i}.{name}.weight"] = np.ascontiguousarray(x.T if transpose else x)
+    state = {name: np.ascontiguousarray(x.T if transposed else x) for name, x, transposed in hf_tensors(c, params)}
     hf.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()})  # strict: no key may be left
     return hf.eval()
 
 
-HF_TOP = {
-    "model.embed_tokens.weight": ("embed", False, None),
-    "lm_head.weight": ("lm_head", False, None),
-    "model.norm.weight": ("final_norm", False, None),
-}
-HF_LAYER = {
-    "self_attn.q_proj": ("wq", True),
-    "self_attn.k_proj": ("wk", True),
-    "self_attn.v_proj": ("wv", True),
-    "self_attn.o_proj": ("wo", False),
-    "self_attn.q_norm": ("q_norm", False),
-    "self_attn.k_norm": ("k_norm", False),
-    "post_attention_layernorm": ("attn_norm", False),
-    "mlp.gate_proj": ("w_gate", True),
-    "mlp.up_proj": ("w_up", True),
-    "mlp.down_proj": ("w_down", False),
-    "post_feedforward_layernorm": ("ffn_norm", False),
-}
+def hf_tensors(c, tree):
+    """(Hugging Face's name, what `tree` holds of it without padding rows, whether theirs is the transpose), in turn."""
+    for leaf, (name, transposed) in HF_NAMES.items():
+        if leaf in model.LAYER_TENSORS:
+            yield from ((name.format(i), tree[leaf][i], transposed) for i in range(c.n_layers))
+        else:
+            yield name, tree[leaf][: c.vocab_size] if leaf in VOCABULARY else tree[leaf], transposed
 
 
 @pytest.mark.parametrize(
@@ -433,13 +417,10 @@ def test_loss_and_gradients_equal_torch():
     loss, ce, grads = loss_and_gradients(c, params, batch, BLOCKWISE)
     assert np.abs(ce.ravel() - ce_torch.detach().numpy()).max() < 1e-5
     theirs = {name: p.grad.numpy() for name, p in hf.named_parameters()}
-    for name, (ours, _, _) in HF_TOP.items():
-        rows = theirs[name].shape[0]
-        assert difference(grads[ours][:rows], theirs[name]) < 1e-5, name
-        assert not np.any(grads[ours][rows:]), name  # padding rows learn nothing
-    for name, (ours, transpose) in HF_LAYER.items():
-        stacked = np.stack([theirs[f"model.layers.{i}.{name}.weight"] for i in range(c.n_layers)])
-        assert difference(grads[ours], stacked.swapaxes(1, 2) if transpose else stacked) < 1e-5, name
+    for name, ours, transposed in hf_tensors(c, grads):
+        assert difference(ours, theirs[name].T if transposed else theirs[name]) < 1e-5, name
+    for leaf in ("embed", "lm_head"):
+        assert not np.any(grads[leaf][c.vocab_size :]), leaf  # padding rows learn nothing
 
 
 def test_padding_rows_in_the_softmax():
