@@ -36,14 +36,13 @@ from config import (
     Config,
     assemble_config,
     environment,
-    flatten,
     make_mesh,
     param_shapes,
     param_specs,
     science_dict,
     versions,
 )
-from processes import RunFailed, first_line, first_of_any_process, say, speaks, wait_for_processes
+from processes import RunFailed, first_line, first_of_any_process, flatten, say, speaks, wait_for_processes
 
 FORMAT_VERSION = 1
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)  # what Orbax raises on files that are damaged
@@ -253,6 +252,7 @@ def read_meta(step_folder: Path) -> dict:
     # A file of another format is whole, only not ours to read: it must not be set aside as damaged.
     if meta["format_version"] != FORMAT_VERSION:
         raise ValueError(f"{path}: got format version {meta['format_version']}, expected {FORMAT_VERSION}")
+    meta["config"]["run"].setdefault("sample_prompt", None)  # a key that came later and changes no number
     return meta
 
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from data import DataError, local_path, os_error, replacing
 from metrics import Board
-from processes import add_verb, sole_writer
+from processes import add_json, add_verb, flatten, outline, read_yaml, sole_writer, table
 from scalars import Run, Series, event_files, metrics_file, numbers_in_all, read_csv, read_runs, read_steps
 
 CLOCK = re.compile(r"throughput/device/|.*(_s|\(s\)|time|timestamp)$")
@@ -300,8 +300,7 @@ def landmarks(runs: list[Run], width: int) -> list[int]:
 def curves(args: argparse.Namespace) -> dict:
     """Training and held-out loss of two or more runs, and the difference of each to the last one named.
 
-    By bins of steps (--bin) and at landmarks; a picture, a table on standard error, JSON on standard output. A step at
-    which one run's loss is not a number counts in no run that it is compared with."""
+    By bins of steps (--bin) and at landmarks; a table and a picture. A step at which one run's loss is not a number counts in no run that it is compared with."""
     runs = read_runs(args)
     *others, base = runs
     width = bin_width(runs, args.bin)
@@ -327,7 +326,6 @@ def curves(args: argparse.Namespace) -> dict:
     table = [{"step": step, "training": {name: mean_about(s, step, width) for name, s in training.items()}, "heldout": {
         r.name: {label: float(s.values[s.steps == step][0]) for label, s in r.heldout.items() if step in s.steps}
         for r in runs}} for step in steps]  # fmt: skip
-    print_landmarks(table, runs, width)
     finish_differences(low, sizes, base.name)
     picture = save_figure(fig, args.png)
     return {"runs": [r.describe() for r in runs], "baseline": base.name, "bin": width, "smooth": span,
@@ -354,21 +352,27 @@ def notes(runs: list[Run]) -> list[str]:
     return lines
 
 
-def print_landmarks(table: list[dict], runs: list[Run], width: int) -> None:
-    """Means of training loss over `width` steps about each landmark, held-out losses at it; differences to the last run."""
+def print_landmarks(r: dict) -> None:
+    """Means of training loss about each landmark, held-out losses at it; differences to the last run."""
 
     def line(step, kind, values):
         known = [f"{v:>12.4f}" if v is not None else f"{'-':>12}" for v in values]
         deltas = [f"{v - values[-1]:>+12.4f}" if None not in (v, values[-1]) else f"{'-':>12}" for v in values[:-1]]
-        print(f"{step:>10,}  {kind:<30}", *known, *deltas, file=sys.stderr)
+        print(f"{step:>10,}  {kind:<30}", *known, *deltas)
 
-    names = [r.name[-12:] for r in runs]
-    print(f"{'step':>10}  {'loss':<30}", *(f"{n:>12}" for n in (*names, *(f"d {n[-10:]}" for n in names[:-1]))),
-          file=sys.stderr)  # fmt: skip
-    for row in table:
-        line(row["step"], f"training, mean of {width:,}", [row["training"][r.name] for r in runs])
+    runs = [run["name"] for run in r["runs"]]
+    names = [name[-12:] for name in runs]
+    print(f"{'step':>10}  {'loss':<30}", *(f"{n:>12}" for n in (*names, *(f"d {n[-10:]}" for n in names[:-1]))))
+    for row in r["landmarks"]:
+        line(row["step"], f"training, mean of {r['bin']:,}", [row["training"][run] for run in runs])
         for label in sorted({label for values in row["heldout"].values() for label in values}):
-            line(row["step"], f"held-out {label}"[:30], [row["heldout"][r.name].get(label) for r in runs])
+            line(row["step"], f"held-out {label}"[:30], [row["heldout"][run].get(label) for run in runs])
+    if r["differences"]:
+        rows = [[f"{name} - {r['baseline']}", kind, d["mean"], d["largest"], d["largest_at"], d["at_the_end"]]
+                for name, both in r["differences"].items()
+                for kind, d in [("training", both["training"]), *((f"held-out {k}", d) for k, d in both["heldout"].items())]]  # fmt: skip
+        print(f"\n{table(('difference', 'loss', 'mean', 'largest', 'at step', 'at the end'), rows)}\n")
+    print(f"picture: {r['picture']}")
 
 
 def bin_means(s: Series, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -408,14 +412,28 @@ def shown(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
+def what_differs(runs: list[Run]) -> dict[str, str]:
+    """Run -> the first three config keys in which it differs from others, for a legend; "" without a config.yaml."""
+    configs = {}
+    for r in runs:
+        path = Path(r.source).parent / "config.yaml"
+        science = read_yaml(path) if path.is_file() else {}
+        science = {section: keys for section, keys in science.items() if section != "hardware"}
+        configs[r.name] = {key: x for key, x in flatten(science).items() if key != "run.name"}
+    known = [c for c in configs.values() if c]
+    keys = [key for key in dict.fromkeys(itertools.chain(*known)) if len({str(c.get(key)) for c in known}) > 1][:3]
+    return {name: ", ".join(f"{key} {c.get(key)}" for key in keys) if c else "" for name, c in configs.items()}
+
+
 def draw_losses(axes, runs: list[Run], width: int) -> None:
     """From the lowest loss to where nine tenths of the bins lie: the first steps would press the rest flat."""
     training, heldout, sets = [], [], markers(*(r.heldout for r in runs))
-    dots = {"ls": ":", "lw": 1, "ms": 3.5}
+    dots, different = {"ls": ":", "lw": 1, "ms": 3.5}, what_differs(runs)
     for i, r in enumerate(runs):
+        name = shown(r.name) + (f" ({different[r.name]})" if different[r.name] else "")
         steps, means = bin_means(r.training, width)
         training += means.tolist()
-        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{shown(r.name)}: training{Z_LABEL[r.z_loss]}")
+        axes.plot(steps, means, color=f"C{i}", lw=1.4, label=f"{name}: training{Z_LABEL[r.z_loss]}")
         for label in sets.keys() & r.heldout.keys():
             s = r.heldout[label]
             heldout += s.values[len(s.values) // 5 :].tolist()
@@ -425,6 +443,9 @@ def draw_losses(axes, runs: list[Run], width: int) -> None:
     low, high = min(training + heldout), max([float(np.quantile(training, 0.9)), *heldout])
     margin = 0.06 * (high - low) + 1e-3
     axes.set(ylabel="loss (nats/token)", ylim=(low - margin, high + margin), title=", ".join(r.name for r in runs))
+    last = [int(r.training.steps[-1]) for r in runs]
+    if max(last) > 30 * min(last):  # the short run would be a line at the left edge
+        axes.set_xscale("log")
 
 
 def draw_differences(
@@ -585,15 +606,19 @@ def print_verdict(r: dict) -> None:
     a, b = (run["name"] for run in r["runs"])
     for s in r["stretches"]:
         print(f"steps {s['first']:,} to {s['last']:,}: training loss of {a} - {b} is {s['training']:+.4f} (largest "
-              f"{s['largest']:+.4f}), held-out loss {s['heldout']:+.4f}: has {s['lower']} seen its instances before?",
-              file=sys.stderr)  # fmt: skip
+              f"{s['largest']:+.4f}), held-out loss {s['heldout']:+.4f}: has {s['lower']} seen its instances before?")  # fmt: skip
     if r["equal"]:
         n, points = len(r["runs"][0]["heldout"]), r["runs"][0]["points"]
         print(f"equal: training loss of {a} and {b} is the same at all {points:,} steps, and so is held-out loss of {n} "
-              f"set{'s'[:n > 1]}", file=sys.stderr)  # fmt: skip
+              f"set{'s'[:n > 1]}")  # fmt: skip
     elif not r["fires"]:
-        print(f"training and held-out loss tell the same in {r['bins_judged']} bins of {r['bin']:,} steps: {a} - {b} is "
-              f"{r['mean']['training']:+.4f} and {r['mean']['heldout']:+.4f} on average", file=sys.stderr)  # fmt: skip
+        print(f"within noise: training and held-out loss tell the same in {r['bins_judged']} bins of {r['bin']:,} steps: {a} - {b} is "
+              f"{r['mean']['training']:+.4f} and {r['mean']['heldout']:+.4f} on average")  # fmt: skip
+    else:
+        print(
+            f"fires: training loss departs and held-out loss does not, in {r['bins_fired']} of {r['bins_judged']} bins"
+        )
+    print(f"picture: {r['picture']}")
 
 
 # -------------------------------------------------------------------------------------------------------- import-wandb
@@ -686,25 +711,25 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, function, about: str, example: str) -> argparse.ArgumentParser:
+    def verb(name: str, function, show_people, about: str, example: str) -> argparse.ArgumentParser:
         p = add_verb(verbs, name, about, f"python compare.py {example}", function.__doc__)
-        p.set_defaults(function=function)
+        p.set_defaults(function=function, show_people=show_people)
+        add_json(p)
         return p
 
-    p = verb("exact", exact, "difference of every quantity at every step; exit 0 if all are 0, else 1",
+    p = verb("exact", exact, print_report, "difference of every quantity at every step; exit 0 if all are 0, else 1",
              "exact runs/straight runs/killed")  # fmt: skip
     p.add_argument("a", metavar="A", help="a run directory or a metrics.jsonl")
     p.add_argument("b", metavar="B")
     p.add_argument("--steps", type=count, nargs=2, metavar=("FIRST", "LAST"), help="these alone; default: all")
     p.add_argument("--show", type=count, default=20, metavar="N", help="values listed, at most (default: %(default)s)")
     p.add_argument("--all", action="store_true", help="list every value of every step, also where nothing differs")
-    p.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
 
     sources = "run directory, metrics.jsonl, TensorBoard folder, CSV of W&B, or a reference (olmo3-7b, olmo3-7b-stage2)"
     for p, several in (
-        (verb("curves", curves, "two or more runs, aligned by step: differences, table, picture",
+        (verb("curves", curves, print_landmarks, "two or more runs, aligned by step: differences, table, picture",
               "curves runs/straight runs/killed --png runs/curves.png"), "+"),
-        (verb("detect", detect, "does training loss depart where held-out loss does not? exit 1 if so",
+        (verb("detect", detect, print_verdict, "does training loss depart where held-out loss does not? exit 1 if so",
               "detect runs/straight runs/killed --png runs/detect.png"), 2),
     ):  # fmt: skip
         p.add_argument("runs", nargs=several, metavar="RUN", help=sources)
@@ -725,8 +750,8 @@ def parse_args(argv=None) -> argparse.Namespace:
             about = "chance of firing without cause; default: %(default)s"
             p.add_argument("--alpha", type=share, default=0.001, help=about)
 
-    example = "import-wandb export.csv runs/ai2"
-    p = verb("import-wandb", import_wandb, "a CSV export of W&B into TensorBoard event files", example)
+    p = verb("import-wandb", import_wandb, lambda report: print(outline(report)),
+             "a CSV export of W&B into TensorBoard event files", "import-wandb export.csv runs/ai2")  # fmt: skip
     p.add_argument("csv", metavar="CSV")
     p.add_argument("dir", metavar="DIR")
     p.add_argument("--step-column", metavar="COLUMN", help="the number of the step; default: see above")
@@ -752,12 +777,10 @@ def main(argv=None) -> int:
         return 1
     for note in report.get("notes", ()):
         print(note, file=sys.stderr)
-    if args.verb == "detect":
-        print_verdict(report)
-    if args.verb == "exact" and not args.json:
-        print_report(report)
-    else:
+    if args.json:
         print(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        args.show_people(report)
     return int(not report["equal"] if args.verb == "exact" else report.get("fires", False))
 
 

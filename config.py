@@ -68,6 +68,7 @@ class RunConfig:
     eval_index: str | None
     eval_every: int
     eval_batches: int | None  # of data.global_batch instances each; null: the whole index
+    sample_prompt: str | None  # continued and printed at each evaluation; null: no samples
 
     def __post_init__(self):
         for name in ("steps", "checkpoint_every", "log_every", "eval_every"):
@@ -241,14 +242,6 @@ def check_length(config: Config) -> None:
 def science_dict(config: Config) -> dict:
     """The science as JSON holds it: lists, no tuples."""
     return json.loads(json.dumps({key: value for key, value in asdict(config).items() if key != "hardware"}))
-
-
-def flatten(tree, prefix: str = "") -> dict:
-    """{"schedule.0.until": ...} of nested dicts and lists."""
-    flat = {}
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict | list) else {f"{prefix}{key}": value}
-    return flat
 
 
 # ------------------------------------------------------------------------------------------------- mesh and placement

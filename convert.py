@@ -53,12 +53,14 @@ from processes import (
     EXIT_PREEMPTED,
     HERE,
     RunFailed,
+    add_json,
     add_verb,
     check_memory,
     check_room,
     find_config,
     first_line,
     inputs_are_checked,
+    outline,
     read_yaml,
     refuse_moved_verb,
     run_command,
@@ -205,6 +207,7 @@ def from_hf(args) -> dict:
         "parameters": model.parameter_count(config, False),
         "dtypes": dtypes,
         "tensors": len(hf_shapes(config)),
+        "verdict": f"written; next: python convert.py check {args.dst} {args.src}",
     }
 
 
@@ -274,6 +277,7 @@ def to_hf(args) -> dict:
         "parameters": model.parameter_count(config, False),
         "tokenizer": sorted({*carried} - {"generation_config.json"}),
         **ids,
+        "verdict": f"written; transformers loads it: AutoModelForCausalLM.from_pretrained({args.dst!r})",
     }
 
 
@@ -401,7 +405,7 @@ def check(args) -> dict:
             kls = f"{report['kl_max']:.3g}, the other way {report['reverse_kl_max']:.3g}"
             failures.append(f"{dtype}: largest token KL {kls} (threshold {most_kl:g})")
         print_table(report, dtype)
-    return result | {"failures": failures}
+    return result | {"failures": failures, "verdict": "different models" if failures else "same model"}
 
 
 def import_reference():
@@ -913,6 +917,8 @@ def parse_args(argv=None):
     p.add_argument("--max-kl", type=float, metavar="X",
                    help="of any token, either way; default: 1e-4 in fp32, 0.1 in bf16")  # fmt: skip
     p.add_argument("--without-yarn", action="store_true", help="run both models with plain RoPE")
+    for p in verbs.choices.values():
+        add_json(p)
     return parser.parse_args(argv)
 
 
@@ -923,13 +929,12 @@ def main(argv=None) -> int:
     # Nothing here needs an accelerator, and another process may hold it; JAX_PLATFORMS chooses otherwise.
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 
-    def command() -> int:
+    def command() -> None:
         pin_settings()
         result = args.command(args)
-        print(json.dumps(result, indent=1))
+        print(json.dumps(result, indent=1) if args.json else outline(result))
         if failures := result.get("failures"):
             raise RunFailed(f"{args.checkpoint} and {args.hf} differ: {'; '.join(failures)}")
-        return 0
 
     return run_command("convert.py", command)
 

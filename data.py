@@ -906,7 +906,7 @@ def add_index_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about = "Index token files, check and look at them. JSON on standard output."
+    about = "Index token files, check and look at them."
     parser = argparse.ArgumentParser(prog="data.py", description=about)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
@@ -914,6 +914,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         texts = {"help": about, "description": about, "epilog": f"example:\n  {example}"}
         p = verbs.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
         p.set_defaults(command=command)
+        p.add_argument("--json", action="store_true", help="the whole result as JSON, for programs")
         return p
 
     p = verb("index", make_index, "Make an index of token files.",
@@ -949,10 +950,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def for_people(result: dict) -> str:
+    if "rows" not in result:  # an index that was made or verified
+        counts = ", ".join(f"{result[what]:,} {what}" for what in ("files", "instances", "tokens"))
+        return f"{result['index']}: {counts}; {', '.join(result['labels'][:8])}; {result['fingerprint'][:19]}...: as it should be"
+    return "\n".join(
+        f"--- row {r['row']}: instance {r['instance']:,}, {r['label']}, {r['file']} from token {r['offset']:,} on"
+        f"{', filtered' * r['filtered']}\n{r['text'] or ''}"
+        for r in result["rows"]
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        print(json.dumps(args.command(args), indent=1))
+        result = args.command(args)
+        print(json.dumps(result, indent=1) if args.json else for_people(result))
         return 0
     except (DataError, OSError) as e:  # the second: permissions, a full disk
         wrong_input = isinstance(e, DataError)

@@ -49,9 +49,11 @@ from config import Config, assemble_config, cache_compilations, make_mesh, param
 from heldout import HeldOut, mean_loss
 from metrics import Board, evaluation_metrics
 from processes import (
+    add_json,
     add_verb,
     check_batch,
     check_counts,
+    outline,
     refuse_moved_verb,
     replace_file,
     run_command,
@@ -117,7 +119,13 @@ def heldout_loss(args) -> dict:
     params = restore_item(step_folder, "params", param_shapes(config, mesh))
     results = held_out(params, progress=sys.stderr.isatty())
     return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "of": held_out.of[0],
-            "heldout": finite(results)}  # fmt: skip
+            "heldout": finite(results), "verdict": told(finite(results)["all"])}  # fmt: skip
+
+
+def told(loss: dict) -> str:
+    """The number that everything else is about, as one sentence."""
+    ce = "not finite" if loss["ce"] is None else f"{loss['ce']:.4f} nats a token"
+    return f"held-out cross-entropy {ce}, over {loss['tokens']:,} tokens"
 
 
 # --- perplexity
@@ -157,7 +165,15 @@ def perplexity(args) -> dict:
                     record.add(evaluation)
             evaluations.append(evaluation)
     return {"checkpoint": str(newest), "record": record and str(record.path), "of": evaluate.of,
-            "settings": evaluate.settings, "evaluations": evaluations}  # fmt: skip
+            "settings": evaluate.settings, "evaluations": evaluations,
+            "verdict": told(evaluations[-1]["heldout"]["all"])}  # fmt: skip
+
+
+def by_step(result: dict) -> str:
+    """A result of `perplexity` for people: a row for each step and label."""
+    rows = [{"step": str(evaluation["step"]), "label": label} | loss
+            for evaluation in result["evaluations"] for label, loss in evaluation["heldout"].items()]  # fmt: skip
+    return outline(result | {"evaluations": rows})
 
 
 class Perplexity:
@@ -463,7 +479,17 @@ def kl(args) -> dict:
             result["noise_floor"] = {"what": "A in float32 against A in bfloat16", "heldout": floor}
             lowest = floor["all"]["kl"]
             result["times_the_floor"] = result["heldout"]["all"]["kl"] / lowest if lowest else None
-    return finite(result)
+    return finite(result) | {"verdict": likeness(result["heldout"]["all"]["kl"], result.get("times_the_floor"))}
+
+
+def likeness(kl: float, times_the_floor: float | None) -> str:
+    if kl == 0:
+        return "same model"
+    if times_the_floor is None:
+        return f"KL {kl:.4g} nats a token"
+    if times_the_floor <= 1:
+        return f"within noise: KL {kl:.4g} is no more than bfloat16 does to A"
+    return f"different models: KL {kl:.4g} is {times_the_floor:.4g} times what bfloat16 does to A"
 
 
 def check_same_tokens(a: FoundTokenizer, b: FoundTokenizer, vocab_a: int, vocab_b: int,
@@ -592,6 +618,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     def verb(name: str, command, about: str, example: str) -> argparse.ArgumentParser:
         p = add_verb(verbs, name, about, f"python evaluate.py {name} {example}", command.__doc__)
         p.set_defaults(command=command)
+        add_json(p)
         return p
 
     def common(p: argparse.ArgumentParser) -> None:
@@ -643,7 +670,7 @@ def main(argv=None) -> int:
         pin_settings()
         return args.command(args)
 
-    return run_command("evaluate.py", command)
+    return run_command("evaluate.py", command, args.json, by_step if args.verb == "perplexity" else outline)
 
 
 if __name__ == "__main__":

@@ -581,8 +581,11 @@ def run_until_done(args) -> int:
         say(f"{outcome}; again in {wait:g} s{budget}")
         time.sleep(wait)
     seconds = round(time.monotonic() - began, 1)
-    say(f"{args.name}: done, step {step} of {args.target}")
-    print(json.dumps({"step": step, "target": args.target, "attempts": attempts, "seconds": seconds}))
+    result = {"step": step, "target": args.target, "attempts": attempts, "seconds": seconds}
+    done = f"{args.name}: done, step {step} of {args.target}, {attempts} attempt{'s'[: attempts != 1]}, {seconds:g} s"
+    say(done) if args.json else print(done)
+    if args.json:
+        print(json.dumps(result))
     return 0
 
 
@@ -699,6 +702,7 @@ def add_launch_verb(verbs, name: str, launch, about: str):
     verb.set_defaults(launch=launch)
     verb.add_argument("--backend", choices=tuple(BACKENDS), default="local", help="where; default: this machine")
     verb.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
+    verb.add_argument("--json", action="store_true", help="how resume-until-done ended as JSON, for programs")
     trainer = verb.add_argument_group("passed on to train.py")
     trainer.add_argument("--config", required=True, help="a file, or a name in configs/")
     trainer.add_argument("--hardware", help="a file, or a name in configs/hardware/; default: by the device found")

@@ -8,7 +8,9 @@ writes here, too.
 import json
 import math
 import os
+import shlex
 import shutil
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -48,6 +50,14 @@ class Board:
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         wall_time = time.time() if wall_time is None else wall_time
         self.events.write_event(Event(wall_time=wall_time, step=step, summary=Summary(value=scalars)))
+
+    def write_picture(self, step: int, tag: str, path: Path) -> None:
+        """A PNG, whose header says its size."""
+        content = path.read_bytes()
+        width, height = struct.unpack(">II", content[16:24])
+        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=content)
+        summary = Summary(value=[Summary.Value(tag=tag, image=image)])
+        self.events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         self.events.flush()
@@ -354,26 +364,32 @@ class Progress:
             self.bar.close()
 
 
-def summarised_step(run_dir: Path) -> int | None:
-    """The step that summary.json was written at: of a run that was extended since, an earlier one."""
+def read_summary(run_dir: Path) -> dict:
+    """summary.json: of a run that was extended since, with an earlier step. Empty if there is none."""
     path = run_dir / "summary.json"
     try:
-        return json.loads(path.read_text())["step"] if path.is_file() else None
+        return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:  # left empty by a machine that lost power: it is written again
-        return None
+        return {}
 
 
-def summarise(run_dir: Path, state, config, held_out: dict | None, seconds_a_step: list[float]) -> None:
-    """summary.json, the same on standard output, and curves.png. What metrics.jsonl does not tell is null, as when only
-    the checkpoints were copied."""
+def summarise(
+    run_dir: Path, state, config, held_out: dict | None, seconds_a_step: list[float], sample: str | None
+) -> dict:
+    """Write summary.json and curves.png. What metrics.jsonl does not tell is null, as when only the checkpoints were
+    copied."""
     last, skipped = {}, []
     for _, row in read_metrics(run_dir / "metrics.jsonl"):
         last |= row
         skipped += [row["optim/step_skipped"]] if "optim/step_skipped" in row else []
     summary = {
         "step": state.step,
+        "parameters": sum(config.parameter_sizes.values()),
         "ce": last.get("train/CE loss"),
         "heldout_ce": last.get("eval/lm/all/CE loss"),
+        "heldout": {
+            tag.split("/")[2]: x for tag, x in last.items() if tag.startswith("eval/lm/") and tag.endswith("/CE loss")
+        },
         "heldout_of": held_out,
         "tokens": state.instances_seen * config.data.sequence_length,
         "tokens_per_second": round(config.tokens_a_step / float(np.median(seconds_a_step)), 1)
@@ -381,15 +397,47 @@ def summarise(run_dir: Path, state, config, held_out: dict | None, seconds_a_ste
         else None,
         "skipped_steps": sum(skipped) if skipped else None,
         **{tag: last[tag] for tag in last if tag.startswith(("throughput/device/TFLOPs", "throughput/device/MFU"))},
+        "sample": sample,
+        "sample_prompt": config.run.sample_prompt,
         "checkpoint": str(run_dir / "checkpoints" / str(state.step)),
-        "curves": str(draw_curves(run_dir)) if skipped else None,
     }
-    text = json.dumps(summary, indent=1) + "\n"
-    replace_file(run_dir / "summary.json", text)
-    print(text, end="", flush=True)
+    summary["curves"] = str(draw_curves(run_dir, summary=summary)) if skipped else None
+    replace_file(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    return summary
 
 
-def draw_curves(run_dir: Path, path: Path | None = None) -> Path:
+def summary_text(summary: dict) -> str:
+    """How a run ended, for people."""
+
+    def loss(x: float | None) -> str:
+        return "unknown" if x is None else f"{x:.4f}"
+
+    speed, skipped = summary["tokens_per_second"], summary["skipped_steps"]
+    run_dir, prompt = Path(summary["checkpoint"]).parent.parent, summary["sample_prompt"]
+    lines = [
+        f"{summary['parameters']:,} parameters, {summary['step']:,} steps, {summary['tokens']:,} tokens"
+        + (f", {speed:,.0f} tokens/s" if speed else "")
+        + (f", {skipped} skipped" if skipped else ""),
+        f"training cross-entropy {loss(summary['ce'])} nats a token at the last step",
+    ]
+    if summary["heldout_ce"] is not None:
+        labels = ", ".join(f"{label} {loss(x)}" for label, x in summary["heldout"].items() if label != "all")
+        lines.append(f"held-out cross-entropy {loss(summary['heldout_ce'])} ({labels})")
+    if summary["sample"] is not None:
+        lines += ["the model writes:", *(f"    {line}" for line in summary["sample"].splitlines())]
+    lines.append(f"picture: {summary['curves']}" if summary["curves"] else "no picture: metrics.jsonl has no steps")
+    words = ["python", "sample.py", str(run_dir), *(["--prompt", prompt] if prompt else [])]
+    return "\n".join([*lines, f"next: {shlex.join(words)}"])
+
+
+def size_of_run(summary: dict) -> str:
+    """For a title."""
+    if "parameters" not in summary:
+        return ""
+    return f": {summary['parameters']:,} parameters, {summary['tokens']:,} tokens"
+
+
+def draw_curves(run_dir: Path, path: Path | None = None, summary: dict | None = None) -> Path:
     """RUN/curves.png, or `path`, from metrics.jsonl: training and held-out loss, learning rate, gradient norm."""
     import matplotlib  # a second that only the end of a run needs to spend
 
@@ -413,10 +461,11 @@ def draw_curves(run_dir: Path, path: Path | None = None) -> Path:
     middles, means = [steps[part].mean() for part in parts], [float(np.nanmean(ce[part])) for part in parts]
     top.plot(middles, means, color="tab:blue", label=f"training, means of {span} steps")
     labels = sorted(tag for tag in curves if tag.startswith("eval/lm/") and tag.endswith("/CE loss"))
+    labels = labels if len(labels) > 2 else labels[:1]  # of one label "all", the first, says the same
     for tag, color in zip(labels, plt.cm.Dark2.colors * len(labels), strict=False):
         x, y = curves[tag]
         top.plot(x, y, marker="o", ms=4, color=color, label=f"held-out {tag.split('/')[2]}: {y[-1]:.3f} at {x[-1]}")
-    top.set(ylabel="cross-entropy (nats/token)", title=run_dir.name)
+    top.set(ylabel="cross-entropy (nats/token)", title=f"{run_dir.name}{size_of_run(summary or read_summary(run_dir))}")
     top.legend()
     middle.plot(*curves["optim/LR (group 0)"], color="tab:green")
     middle.set(ylabel="learning rate")

@@ -54,6 +54,7 @@ Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum string
     B sequences    S query positions   T key positions   N = B*S tokens   C tokens of one loss chunk
     D width        H query heads       G key/value heads   K head dimension   R = H/G   A = H*K   E = G*K
     F feed-forward width   V vocabulary   L layers
+A cycle is one pass through the pattern of layers (sssf); a slot is a layer's place in it, 0 to 3.
 """
 
 import math
@@ -239,6 +240,9 @@ def vary(x):
     inputs. For that, every input, and the result of every psum that computation goes on from, is marked as varying;
     then the transpose of psum + vary is psum + vary, with check_vma on and off. After the backward pass
     `reduce_gradients` adds up the copies of each replicated tensor.
+
+    Why: let y = vary(psum(x)). Each device's share of the loss depends on its own copy of y, so a change of one x
+    changes the shares of all devices. Its gradient is the sum of their gradients of y: a psum again.
     """
 
     def mark(leaf):
@@ -356,7 +360,8 @@ class Where(NamedTuple):
 
     places: Places
     window: int | None  # None: full attention
-    offset: int | None  # query i has the position of key i + offset; None if that differs from shard to shard
+    offset: int | None  # query i has the position of key i + offset: 0, or the halo of keys fetched from the left; None
+    # if that differs from shard to shard
 
 
 def visible(places: Places, window: int | None):

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +106,14 @@ def parse_override(override: str) -> tuple[str, object]:
     return dotted, parse_yaml(text, f"--set {override}")
 
 
+def flatten(tree, prefix: str = "") -> dict:
+    """{"schedule.0.until": ...} of nested dicts and lists."""
+    flat = {}
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict | list) else {f"{prefix}{key}": value}
+    return flat
+
+
 def set_key(tree, dotted: str, value) -> None:
     """Set `section.key` (or schedule.0.until) in the raw mapping. config.py checks it like a key of the file."""
     *parents, last = dotted.split(".")
@@ -157,8 +165,9 @@ def inputs_are_checked() -> None:
     checking_inputs = False
 
 
-def run_command(program: str, command: Callable[[], dict | int | None]) -> int:
-    """Run a command and return its exit code. A dict that it returns is printed as JSON.
+def run_command(program: str, command: Callable[[], dict | int | None], as_json: bool = False, people=None) -> int:
+    """Run a command and return its exit code. A dict that it returns is printed: as `people(result)`, by default an
+    outline, or all of it as JSON.
 
     The exit code of an error depends on when it was met. While inputs are checked a ValueError is wrong input: one line
     and 2, which a launcher does not try again. After `inputs_are_checked` it is 1: one line where the data or the run
@@ -169,7 +178,7 @@ def run_command(program: str, command: Callable[[], dict | int | None]) -> int:
     try:
         result = command()
         if isinstance(result, dict):
-            print(json.dumps(result, indent=1))
+            print(json.dumps(result, indent=1) if as_json else (people or outline)(result))
             return 0
         return result or 0
     except (RunFailed, OSError) as e:
@@ -189,6 +198,62 @@ def run_command(program: str, command: Callable[[], dict | int | None]) -> int:
         print("most likely another process has ended: see its last lines, then start all again: they go on from the "
               "newest checkpoint", file=sys.stderr)  # fmt: skip
         return 1
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON, for programs")
+
+
+FOR_PROGRAMS = ("of", "settings", "checksum")  # parts of a result that only --json shows
+
+
+def outline(result: dict) -> str:
+    """A result for people: a line a value, a table where several things have the same values, the verdict last."""
+    width = max((len(name) for name, x in result.items() if not isinstance(x, dict | list)), default=0)
+    lines = []
+    for name, value in result.items():
+        parts = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        if name in (*FOR_PROGRAMS, "verdict"):
+            continue
+        if parts and all(isinstance(part, dict) for part in parts):
+            columns = [c for c, x in parts[0].items() if not isinstance(x, dict | list) and c not in FOR_PROGRAMS]
+            cells = [[part.get(c) for c in columns] for part in parts]
+            if isinstance(value, dict):
+                columns, cells = [name, *columns], [[key, *row] for key, row in zip(value, cells, strict=True)]
+            lines += ["", table(columns, cells), ""]
+        elif isinstance(value, dict) and any(isinstance(part, dict | list) for part in parts):
+            lines += ["", f"{name}:", *(f"  {line}" for line in outline(value).splitlines()), ""]
+        else:
+            lines.append(f"{name.replace('_', ' '):{width}}  {shown(value)}")
+    text = "\n".join([*lines, str(result["verdict"])] if "verdict" in result else lines)
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+def shown(x) -> str:
+    """Numbers with five digits, hashes by their beginning, of a list the first eight."""
+    if isinstance(x, dict):
+        return ", ".join(f"{name} {shown(value)}" for name, value in x.items()) or "none"
+    if isinstance(x, list | tuple):
+        return ", ".join(map(shown, x[:8])) + (f", ... {len(x):,} in all" if len(x) > 8 else "") or "none"
+    if x is None or isinstance(x, bool):
+        return {None: "-", True: "yes", False: "no"}[x]
+    if isinstance(x, int):
+        return f"{x:,}"
+    return f"{x:.5g}" if isinstance(x, float) else re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}\b", r"\1...", str(x))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence]) -> str:
+    """Markdown, with its columns aligned: numbers to the right."""
+    rows = list(rows)
+    cells = [[shown(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    right = [all(not isinstance(row[i], str) for row in rows) for i in range(len(head))]
+    rule = [
+        "-" * (width - 1) + (":" if r else "-") if width > 1 else "-" for width, r in zip(widths, right, strict=True)
+    ]
+    lines = [[f"{x:>{w}}" if r else f"{x:{w}}" for x, w, r in zip(line, widths, right, strict=True)]
+             for line in (head, *cells)]  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
 def report_error(program: str, e: Exception, code: int) -> int:

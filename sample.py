@@ -24,9 +24,11 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 from checkpoint import Opened, open_model
-from config import BATCH_AXES, make_execution, pin_settings, platform_of
+from config import BATCH_AXES, Config, make_execution, pin_settings, platform_of
 from processes import check_counts, check_memory, inputs_are_checked, run_command, say
-from vocabulary import FoundTokenizer, find_tokenizer
+from vocabulary import FoundTokenizer, find_tokenizer, index_tokenizer
+
+RUN_SAMPLE_TOKENS = 80  # of a sample while a run trains
 
 # --- the model, one token after another
 
@@ -276,6 +278,36 @@ def continuations(sampler: Callable, tokenizer, eos_ids: Sequence[int], prompts:
     return [Continuation(*parts) for parts in zip(tokens, texts, stopped_by, strict=True)]
 
 
+# --- while a run trains
+
+
+def run_samples(config: Config, mesh, index_path, index: data.Index) -> Callable[[dict], str] | None:
+    """params -> run.sample_prompt and its continuation. None, and a line, where this run cannot draw one.
+
+    The draw is the same each time, so that two samples differ by what was learnt between them."""
+    if config.run.sample_prompt is None:
+        return None
+    known = index_tokenizer(index_path, index, None)
+    for unable, why in (
+        (jax.process_count() > 1, "several processes train"),
+        (mesh.shape["context"] > 1, "the mesh cuts sequences (context)"),
+        (known.tokenizer is None, known.why),
+    ):
+        if unable:
+            say(f"run.sample_prompt is not used: {why}")
+            return None
+    prompt = known.tokenizer.encode(config.run.sample_prompt, add_special_tokens=False).ids or [known.eos_ids[0]]
+    sampler = Sampler(Opened(None, {}, config, mesh, None))
+
+    def sample(params) -> str:
+        sampler.opened = sampler.opened._replace(params=params)
+        draw = Draw(temperature=0.8, top_p=0.95)
+        (drawn,) = continuations(sampler, known.tokenizer, known.eos_ids, [prompt], RUN_SAMPLE_TOKENS, [], draw)
+        return config.run.sample_prompt + drawn.text
+
+    return sample
+
+
 # --- the command
 
 
@@ -342,7 +374,7 @@ def main(argv=None) -> int:
         pin_settings()
         return sample(args)
 
-    return run_command("sample.py", command)
+    return run_command("sample.py", command, args.json)
 
 
 if __name__ == "__main__":

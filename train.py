@@ -56,7 +56,6 @@ from config import (
     check_compiler_options,
     check_length,
     environment,
-    flatten,
     largest_microbatch,
     load_config,
     local_rows,
@@ -73,15 +72,17 @@ from config import (
     with_shardings,
 )
 from heldout import HeldOut, check_index
-from metrics import MetricsLog, Progress, StepLog, evaluation_metrics, summarise, summarised_step
+from metrics import MetricsLog, Progress, StepLog, evaluation_metrics, read_summary, summarise, summary_text
 from processes import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     Alive,
     Stop,
+    add_json,
     check_shared,
     end_process,
     exit_with,
+    flatten,
     inputs_are_checked,
     join_processes,
     on_process_0,
@@ -92,6 +93,7 @@ from processes import (
     unknown_key,
     write_yaml,
 )
+from sample import run_samples
 from vocabulary import TokenCheck, TrainingData, comparable
 
 
@@ -116,6 +118,7 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
         if speaks():
             for folder in dict.fromkeys((run_dir, local_dir)):
                 at_exit.enter_context(sole_writer(folder, wait=5))
+        # Signs of life while nothing else prints, for the launcher; signals noted, to be heeded between two steps.
         alive, stop = Alive(args.alive_every), Stop()
         at_exit.callback(alive.close)
 
@@ -136,10 +139,11 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
             state = initial_state(config, mesh, args.init_from, args.init_state, identity["vocabulary"])
         elif args.init_from is not None:
             say(f"--init-from {args.init_from} is not used: {run_dir} holds checkpoints of its own")
-        if state.step >= last_step and on_process_0(summarised_step(run_dir) == state.step):
+        # Only process 0 knows log and summary. on_process_0 gives all its answer, or some would wait in a collective.
+        if state.step >= last_step and on_process_0(read_summary(run_dir).get("step") == state.step):
             say(f"already at step {state.step} of {last_step}: nothing to do")
             if speaks():
-                print((run_dir / "summary.json").read_text(), end="")
+                print_summary(read_summary(run_dir), args.json)
             return 0
         if restored:
             say(f"resuming from {checkpoints.folder / str(state.step)}: {state.instances_seen:,} instances seen")
@@ -160,11 +164,14 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
             at_exit.callback(thing.close)
         at_exit.push(step_log.log_what_is_done)
         token_check = TokenCheck(source.index, config.data.mask_token)
+        sample = run_samples(config, mesh, source.path, source.index)
 
         def evaluate(step: int) -> bool:
             """Held-out loss after `step`; False if a signal interrupted it. The next start makes up for it."""
             alive.now(f"step {step}: evaluating {len(held_out.batches)} batches", busy=True)
             done = log_held_out(held_out, state.params, step, log, progress.on_terminal, alive, stop)
+            if done and sample:
+                say(f"step {step}: {sample(state.params)}")
             step_log.skip_time()
             alive.now(f"training from step {step + 1} on")
             return done
@@ -223,8 +230,16 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
         log.sync()
         progress.close()
         if speaks():
-            summarise(run_dir, state, config, held_out and held_out.of[0], step_log.seconds_a_step)
+            text, of = sample and sample(state.params), held_out and held_out.of[0]
+            summary = summarise(run_dir, state, config, of, step_log.seconds_a_step, text)
+            if summary["curves"]:
+                log.board.write_picture(state.step, "curves", Path(summary["curves"]))
+            print_summary(summary, args.json)
     return 0
+
+
+def print_summary(summary: dict, as_json: bool) -> None:
+    print(json.dumps(summary, indent=1) if as_json else summary_text(summary), flush=True)
 
 
 def open_data(config: Config, mesh, data_root: str | None, order_dir: Path):
@@ -538,6 +553,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                         help="say at least this often that the run gets on; default: %(default)g")  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS",
                         help="trace this many steps with jax.profiler into RUN/profile (TensorBoard and XProf show it)")  # fmt: skip
+    add_json(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, compute nothing")
     group = parser.add_argument_group("several processes", "one on each host, all with the same --run-dir")
     group.add_argument("--distributed", action="store_true", help="as the cluster tells (TPU pod, Slurm, Open MPI)")
@@ -575,7 +591,7 @@ def main(argv=None) -> int:
         return dry_run(config, args.data_root) if args.dry_run else train(config, run_dir, args)
 
     try:
-        code = run_command("train.py", command)
+        code = run_command("train.py", command, args.json)
     except BaseException as e:
         if not several:
             raise

@@ -129,18 +129,22 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+def json_command(name: str) -> list[str]:
+    """The script and its first words, with the flag that makes it print JSON."""
+    return [*SCRIPTS[name], *([] if name == "urls" else ["--json"])]
+
+
 def main(arguments) -> int:
     """The exit code of the step's main in this process."""
-    name, *arguments = arguments
-    script, *verb = SCRIPTS[name]
+    script, *verb = json_command(arguments[0])
     try:
-        return importlib.import_module(Path(script).stem).main([*verb, *map(str, arguments)])
+        return importlib.import_module(Path(script).stem).main([*verb, *map(str, arguments[1:])])
     except SystemExit as e:  # argparse, of wrong flags
         return e.code
 
 
 def run(name, *arguments, **more):
-    script, *verb = SCRIPTS[name]
+    script, *verb = json_command(name)
     command = [sys.executable, str(REPO / script), *verb, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
 

@@ -69,7 +69,7 @@ def tiny_config(root: Path) -> dict:
         "loss": {"z_loss": 1e-5, "filtered_in_divisor": True},
         "run": {
             "name": "tiny", "steps": STEPS, "seed": 0, "checkpoint_every": 4, "keep_checkpoints": None,
-            "log_every": 4, "eval_index": str(root / "heldout.json"), "eval_every": 6, "eval_batches": None,
+            "log_every": 4, "eval_index": str(root / "heldout.json"), "eval_every": 6, "eval_batches": None, "sample_prompt": None,
         },
     }  # fmt: skip
 
@@ -89,7 +89,7 @@ class House:
 
     def argv(self, run_dir: Path, *overrides: str, extra=()) -> list[str]:
         sets = (f"compilation_cache={self.cache}", *overrides)
-        argv = ["--config", str(self.config), "--hardware", "cpu", "--run-dir", str(run_dir), *extra]
+        argv = ["--config", str(self.config), "--hardware", "cpu", "--run-dir", str(run_dir), "--json", *extra]
         return argv + [word for s in sets for word in ("--set", s)]
 
     def start(self, run_dir: Path, *overrides: str, hook=(), log=None, devices=1, extra=(), env=()) -> subprocess.Popen:

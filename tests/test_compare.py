@@ -221,9 +221,15 @@ def as_history(path: Path, scalars: dict) -> Path:
 
 
 def call(capsys, *argv) -> tuple[int, dict, str]:
-    code = compare.main([*map(str, argv)])
+    code = compare.main([*map(str, argv), "--json"])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else {}, err
+
+
+def people(capsys, *argv) -> str:
+    """What the same command prints without --json."""
+    compare.main([*map(str, argv)])
+    return capsys.readouterr().out
 
 
 def test_curves_of_every_source(capsys, tmp_path):
@@ -248,7 +254,8 @@ def test_curves_of_every_source(capsys, tmp_path):
         near = [b[CE][s] for s in range(28, 53)]
         assert report["landmarks"][0]["training"]["base"] == pytest.approx(np.mean(near), abs=1e-6)
         assert report["landmarks"][0]["heldout"][name]["web"] == pytest.approx(a[HELDOUT][40], abs=1e-6)
-        assert f"{b[HELDOUT][400]:.4f}" in err and "held-out web" in err  # the table
+        table = people(capsys, "curves", source, base, "--bin", 25, "--png", png)
+        assert f"{b[HELDOUT][400]:.4f}" in table and "held-out web" in table and f"picture: {png}" in table
         assert png.read_bytes()[:4] == b"\x89PNG"
         png.unlink()
     code, report, _ = call(capsys, "curves", as_chart(tmp_path / "two.csv", {"x": a, "y": b}), "--png", png,
@@ -719,7 +726,11 @@ def test_detect_on_files(capsys, tmp_path):
     png = tmp_path / "d.png"
     code, report, err = call(capsys, "detect", again, clean, "--png", png)
     assert code == 0 and not report["fires"] and report["stretches"] == [] and report["bins_judged"] == 20
-    assert "tell the same in 20 bins of 20 steps" in err and png.read_bytes()[:4] == b"\x89PNG"
+    said = people(capsys, "detect", again, clean, "--png", png)
+    assert (
+        "within noise: training and held-out loss tell the same in 20 bins of 20 steps" in said
+        and png.read_bytes()[:4] == b"\x89PNG"
+    )
     scalars = losses(seed=2)
     scalars[CE] |= {s: x - 0.1 for s, x in scalars[CE].items() if s > 300}
     faulty = as_metrics(tmp_path / "faulty", scalars)
@@ -729,7 +740,8 @@ def test_detect_on_files(capsys, tmp_path):
         code == 1 and report["fires"] and (stretch["first"], stretch["last"], stretch["lower"]) == (301, 400, "faulty")
     )
     assert stretch["training"] == pytest.approx(-0.1, abs=0.01) and stretch["heldout"] == pytest.approx(0, abs=1e-6)
-    assert "has faulty seen its instances before?" in err
+    said = people(capsys, "detect", faulty, clean, "--png", png)
+    assert "has faulty seen its instances before?" in said and "fires: training loss departs" in said
     code, report, _ = call(capsys, "detect", clean, faulty, "--png", png)
     assert code == 1 and report["stretches"][0]["lower"] == "faulty"
     assert call(capsys, "detect", faulty, clean, "--png", png, "--tolerance", 0.2)[0] == 0
@@ -754,11 +766,14 @@ def test_detect_on_equal_runs(capsys, tmp_path, steps, every):
     a, b = as_metrics(tmp_path / "a", scalars), as_metrics(tmp_path / "b", scalars)
     code, report, err = call(capsys, "detect", a, b, "--png", tmp_path / "x.png")
     assert code == 0 and report["equal"] and not report["fires"], err
-    assert f"equal: training loss of a and b is the same at all {steps // every} steps" in err
+    said = people(capsys, "detect", a, b, "--png", tmp_path / "x.png")
+    assert f"equal: training loss of a and b is the same at all {steps // every} steps" in said
     last = max(scalars[CE])
     scalars[CE][last] = math.nextafter(scalars[CE][last], 9)
-    code, report, err = call(capsys, "detect", a, as_metrics(tmp_path / "c", scalars), "--png", tmp_path / "x.png")
-    assert code == 0 and not report["equal"] and "equal:" not in err and "tell the same" in err
+    c = as_metrics(tmp_path / "c", scalars)
+    code, report, _ = call(capsys, "detect", a, c, "--png", tmp_path / "x.png")
+    said = people(capsys, "detect", a, c, "--png", tmp_path / "x.png")
+    assert code == 0 and not report["equal"] and "equal:" not in said and "tell the same" in said
 
 
 def test_a_difference_that_is_the_same_everywhere(capsys, tmp_path):
@@ -840,3 +855,21 @@ def test_the_case_studys_fault(capsys, tmp_path):
     assert code == 1 and {s["lower"] for s in report["stretches"]} == {"faulty"}
     assert last["last"] == steps and last["training"] < -0.06 and last["heldout"] > -0.01
     assert first["first"] > 50  # little has been seen twice before
+
+
+def test_legend_says_what_differs(tmp_path):
+    """Two curves of one name, or names that do not tell which learning rate is which."""
+    runs = []
+    for name, lr in (("a", 3e-4), ("b", 6e-4)):
+        as_metrics(tmp_path / name, losses(steps=40))
+        science = {
+            "optim": {"peak_lr": lr, "beta1": 0.9},
+            "run": {"name": name, "seed": 0},
+            "hardware": {"microbatch": lr},
+        }
+        (tmp_path / name / "config.yaml").write_text(json.dumps(science))
+        runs.append(tmp_path / name)
+    as_metrics(tmp_path / "c", losses(steps=40))
+    args = compare.parse_args(["curves", *map(str, [*runs, tmp_path / "c"])])
+    found = compare.what_differs(compare.read_runs(args))
+    assert found == {"a": "optim.peak_lr 0.0003", "b": "optim.peak_lr 0.0006", "c": ""}

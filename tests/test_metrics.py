@@ -1,7 +1,16 @@
 """metrics.py: Ai2's names, FLOPs and MFU, the files of a run, what is said of skipped steps."""
 
+import contextlib
+import json
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +132,79 @@ def test_skipped_steps_are_counted_not_poured_out(monkeypatch, capsys):
     assert [int(re.search(r"step (\d+) skipped", line)[1]) for line in lines] == [5, 183, 187, 195]
     assert "WARNING: 4 steps in a row" in lines[1] and "(6 since the last such line)" in lines[1]
     assert "WARNING" not in lines[0] and "WARNING: 16 steps in a row" in lines[3]
+
+
+def test_summary_for_people():
+    """A number that is not known printed as None; the next command with a prompt that a shell takes apart."""
+    summary = {
+        "step": 700, "parameters": 1902720, "ce": 3.41, "heldout_ce": 3.5423, "heldout": {"all": 3.5423, "code": 3.3217},
+        "tokens": 2867200, "tokens_per_second": 13966.2, "skipped_steps": 1, "sample": "def f(x):\n    return x",
+        "sample_prompt": "def f(", "checkpoint": "runs/my run/checkpoints/700", "curves": "runs/my run/curves.png",
+    }  # fmt: skip
+    assert metrics.summary_text(summary).splitlines() == [
+        "1,902,720 parameters, 700 steps, 2,867,200 tokens, 13,966 tokens/s, 1 skipped",
+        "training cross-entropy 3.4100 nats a token at the last step",
+        "held-out cross-entropy 3.5423 (code 3.3217)",
+        "the model writes:",
+        "    def f(x):",
+        "        return x",
+        "picture: runs/my run/curves.png",
+        "next: python sample.py 'runs/my run' --prompt 'def f('",
+    ]
+    bare = {name: None for name in summary} | {"step": 4, "parameters": 9, "tokens": 8, "checkpoint": "r/checkpoints/4"}
+    assert metrics.summary_text(bare).splitlines() == [
+        "9 parameters, 4 steps, 8 tokens",
+        "training cross-entropy unknown nats a token at the last step",
+        "no picture: metrics.jsonl has no steps",
+        "next: python sample.py r",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "drawn"), [(("all", "code"), ["all"]), (("all", "code", "web"), ["all", "code", "web"])]
+)
+def test_curves_say_each_thing_once(tmp_path, monkeypatch, labels, drawn):
+    """Two curves on each other where a run has one held-out label; a title without the model's size."""
+    import matplotlib.pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    log = MetricsLog(tmp_path, 0, tmp_path)
+    for step in range(1, 9):
+        log.write(step, {"train/CE loss": 8 / step, "optim/LR (group 0)": 1e-3, "optim/total grad norm": 1.0,
+                         "optim/step_skipped": 0})  # fmt: skip
+    log.write(8, {f"eval/lm/{label}/CE loss": 2.0 for label in labels})
+    log.close()
+    metrics.draw_curves(tmp_path, summary={"parameters": 1234567, "tokens": 4096})
+    top = figures[0].axes[0]
+    texts = [text.get_text() for text in top.get_legend().get_texts()]
+    assert texts == ["training, means of 1 steps", *(f"held-out {label}: 2.000 at 8" for label in drawn)]
+    assert top.get_title() == f"{tmp_path.name}: 1,234,567 parameters, 4,096 tokens"
+
+
+def test_tensorboard_shows_a_run(straight):
+    """A server that does not start after the set-up, another grouping than Ai2's, a picture that it cannot decode."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "tensorboard"), "--logdir", str(straight.parent), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def get(path: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/{path}", timeout=10) as answer:
+            return answer.read()
+
+    try:
+        name, deadline, tags = f"{straight.name}/tensorboard", time.monotonic() + 60, {}
+        while not tags.get(name) or not json.loads(get("images/tags")).get(name):
+            assert server.poll() is None and time.monotonic() < deadline, server.communicate()[1]
+            time.sleep(0.3)
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                tags = json.loads(get("scalars/tags"))
+        groups = {tag.split("/")[0] for tag in tags[name]}
+        assert groups == {"train", "optim", "throughput", "perf", "eval", "checkpoint"}
+        (picture,) = json.loads(get(f"images/images?run={urllib.parse.quote(name, safe='')}&tag=curves&sample=0"))
+        assert picture["step"] == 16 and get(f"images/individualImage?{picture['query']}")[:4] == b"\x89PNG"
+    finally:
+        server.kill()
+        server.communicate()

@@ -33,6 +33,7 @@ from safetensors import safe_open
 import convert
 import data
 import evaluate
+import processes
 import train
 from config import load_config
 from metrics import is_evaluation
@@ -235,7 +236,7 @@ def test_the_recipe_is_decoupled_from_the_topology(house, calm, tmp_path):
 def test_checkpoint_of_two_processes_anywhere(house, pair, monkeypatch, capsys, devices):
     """Evaluation on the devices that wrote the checkpoint only."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    assert evaluate.main(["loss", str(pair[0]), "--hardware", "cpu"]) == 0
+    assert evaluate.main(["loss", str(pair[0]), "--hardware", "cpu", "--json"]) == 0
     got = json.loads(capsys.readouterr().out)["heldout"]["all"]["ce"]
     assert got == pytest.approx(rows(pair[0])[-1]["eval/lm/all/CE loss"], rel=1e-6)
 
@@ -330,3 +331,42 @@ def test_signs_of_life(capsys):
         assert said() == []
     finally:
         alive.close()
+
+
+def test_outline_for_people():
+    """A value that only programs could read: sixteen digits, whole hashes, a list of a thousand paths, nested JSON."""
+    result = {
+        "index": "data/train.json", "tokens": 3286478, "ce": 3.5423293545452403, "yarn": None, "exact": True,
+        "files": [f"part-{i}" for i in range(1000)], "fingerprint": "sha256:" + "0123456789ab" * 5 + "cdef",
+        "of": {"index": "only for programs"},
+        "heldout": {"code": {"ce": 3.3216917276434286, "tokens": 91980}, "all": {"ce": None, "tokens": 7}},
+        "float32": {"blocks": [{"name": "embedding", "difference": 0.0}], "kl_mean": 9.122855475597978e-13},
+        "verdict": "same model",
+    }  # fmt: skip
+    lines = processes.outline(result).splitlines()
+    assert lines[:7] == [
+        "index        data/train.json",
+        "tokens       3,286,478",
+        "ce           3.5423",
+        "yarn         -",
+        "exact        yes",
+        "files        part-0, part-1, part-2, part-3, part-4, part-5, part-6, part-7, ... 1,000 in all",
+        "fingerprint  sha256:0123456789ab...",
+    ]
+    assert lines[8:12] == [
+        "| heldout |     ce | tokens |",
+        "| ------- | -----: | -----: |",
+        "| code    | 3.3217 | 91,980 |",
+        "| all     |      - |      7 |",
+    ]
+    assert "  | embedding |          0 |" in lines and "  kl mean  9.1229e-13" in lines
+    assert lines[-1] == "same model" and "only for programs" not in "".join(lines)
+
+
+def test_json_holds_the_whole(capsys):
+    """Words before or after the JSON; keys that only the outline has."""
+    result = {"ce": 3.5423293545452403, "of": {"index": "x"}}
+    assert processes.run_command("x.py", lambda: result, True) == 0
+    assert json.loads(capsys.readouterr().out) == result
+    assert processes.run_command("x.py", lambda: result) == 0
+    assert capsys.readouterr().out == "ce  3.5423\n"

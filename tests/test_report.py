@@ -26,7 +26,7 @@ def call(house, capfd, monkeypatch):
     cache = ("--hardware", "cpu", "--set", f"compilation_cache={house.cache}")
 
     def call(*arguments, expect=0):
-        assert report.main([*map(str, arguments), *cache]) == expect
+        assert report.main([*map(str, arguments), *cache, "--json"]) == expect
         out, err = capfd.readouterr()
         return err if expect else json.loads(out)
 
@@ -34,7 +34,9 @@ def call(house, capfd, monkeypatch):
 
 
 def printed(*command) -> dict:
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=REPO, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *map(str, command), "--json"], capture_output=True, text=True, cwd=REPO, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -109,5 +111,5 @@ def test_tasks_and_samples(tmp_path, monkeypatch):
     )
     numbers, page = report.report_samples(args, tmp_path)
     how = ["--prompt", "def", "--tokens", 120, "--temperature", 0.8, "--top-p", 0.95, "--num", 3, "--hardware", "cpu"]
-    assert numbers == printed(REPO / "sample.py", run, *how, "--json")
+    assert numbers == printed(REPO / "sample.py", run, *how)
     assert "    def" + numbers["samples"][0]["text"].splitlines()[0] in page

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import types
+from dataclasses import replace
 
 import harness
 import jax
@@ -241,3 +243,38 @@ def test_sampling_does_not_load_the_trainer():
         [sys.executable, "-c", code], cwd=REPO, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120
     )
     assert done.returncode == 0
+
+
+def test_samples_while_a_run_trains(run, monkeypatch):
+    """A text of other parameters than the newest; one that depends on what was drawn before; samples that a run which
+    cannot draw them is ended by."""
+    use_devices(monkeypatch, 1)
+    opened = open_model(str(run), "cpu", [])
+    path, index = run.parent / "train.json", data.load_index(run.parent / "train.json")
+    config = replace(opened.config, run=replace(opened.config.run, sample_prompt="The model"))
+    draw = sample.run_samples(config, opened.mesh, path, index)
+    first, other = draw(opened.params), draw({name: 0.5 * x for name, x in opened.params.items()})
+    assert first == draw(opened.params) and first != other and first.startswith("The model") and len(first) > 20
+    known = sample.needed_tokenizer(None, opened)
+    prompt = known.tokenizer.encode("The model", add_special_tokens=False).ids
+    (expected,) = sample.continuations(
+        sample.Sampler(opened), known.tokenizer, known.eos_ids, [prompt], sample.RUN_SAMPLE_TOKENS, [],
+        sample.Draw(temperature=0.8, top_p=0.95),
+    )  # fmt: skip
+    assert first == "The model" + expected.text
+    assert sample.run_samples(opened.config, opened.mesh, path, index) is None
+
+
+@pytest.mark.parametrize("why", ["no tokenizer.json for 'none'", "several processes train", "the mesh cuts sequences"])
+def test_a_run_without_samples(run, monkeypatch, capsys, why):
+    """An error, or silence, where a prompt is set and no text can be drawn."""
+    config = open_model(str(run), "cpu", []).config
+    config = replace(config, run=replace(config.run, sample_prompt="The model"))
+    index = data.load_index(run.parent / "train.json")
+    if "tokenizer" in why:
+        index = types.SimpleNamespace(tokenizer="none", vocab_size=600, eos_id=0, pad_id=1)
+    if "processes" in why:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = jax.make_mesh((1, 1, 2 if "mesh" in why else 1, 1), ("data", "fsdp", "context", "tensor"))
+    assert sample.run_samples(config, mesh, run.parent / "train.json", index) is None
+    assert f"run.sample_prompt is not used: {why}" in capsys.readouterr().err

@@ -217,7 +217,7 @@ def test_two_tokenise_at_once(quickstart, tmp_path, more):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"the text of {name} " * 50)
     command = [sys.executable, "-c", LATE.format(repo=str(REPO)), tmp_path / "go", "--label", "x[1]"]
-    command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out", *more]
+    command += ["--tokenizer", quickstart[0] / "out/tokenizer.json", "--out", tmp_path / "out", "--json", *more]
     writers = {
         name: subprocess.Popen([*map(str, command), str(tmp_path / f"{name}.txt")], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -46,7 +46,7 @@ from data import (
     summarise,
     warn,
 )
-from processes import add_verb, check_room, run_command
+from processes import add_json, add_verb, check_room, run_command
 from vocabulary import EOS_WITHIN, PAD_FRACTION
 
 SCAN_TOKENS = 2**22  # tokens that are looked at at once
@@ -131,6 +131,7 @@ def audit(args: argparse.Namespace) -> dict:
     expected[dropped] = 0
     wrong = 0 if args.no_read else int(np.count_nonzero((checksums != file_checksums(whole)) & (visits > 0)))
     counts = np.bincount(visits)
+    exact = bool((visits == expected).all()) and wrong == 0
     return {
         "index": args.index,
         "fingerprint": index.fingerprint,
@@ -142,7 +143,10 @@ def audit(args: argparse.Namespace) -> dict:
         "visits": {str(times): int(counts[times]) for times in np.flatnonzero(counts)},  # of so many instances
         "contents": "not read" if args.no_read else f"{wrong} instances with other tokens than their files",
         "dropped": dropped.tolist(),
-        "exact": bool((visits == expected).all()) and wrong == 0,
+        "exact": exact,
+        "verdict": f"exact: every instance once, but for the {len(dropped):,} dropped"
+        if exact
+        else "NOT exact: instances were missed or repeated, or have other tokens",
     }
 
 
@@ -171,7 +175,8 @@ def check_ids(args: argparse.Namespace) -> dict:
             warn(f"{scan['file']}: EOS {index.eos_id} is in none of {scan['tokens']} tokens; another tokenizer?")
         if scan["pad"] > PAD_FRACTION * scan["tokens"]:
             warn(f"{scan['file']}: {scan['pad']} of {scan['tokens']} tokens are padding ({index.pad_id})")
-    return {"index": args.index} | summarise(index) | {"ids": scans}
+    verdict = f"every id is below the vocabulary's {index.vocab_size:,}"
+    return {"index": args.index} | summarise(index) | {"ids": scans, "verdict": verdict}
 
 
 def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
@@ -229,6 +234,8 @@ def parse_args(arguments=None) -> argparse.Namespace:
     p.set_defaults(command=check_ids)
     p.add_argument("index", metavar="INDEX")
     p.add_argument("--data-root", help=ROOT_HELP)
+    for p in verbs.choices.values():
+        add_json(p)
     return parser.parse_args(arguments)
 
 
@@ -240,7 +247,7 @@ def main(arguments=None) -> int:
         result = args.command(args)
         return result
 
-    return run_command("audit.py", command) or int(not result.get("exact", True))
+    return run_command("audit.py", command, args.json) or int(not result.get("exact", True))
 
 
 if __name__ == "__main__":

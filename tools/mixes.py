@@ -34,7 +34,7 @@ from data import (
     tokenizer_ids,
     write_index,
 )
-from processes import add_verb, run_command, sole_writer
+from processes import add_json, add_verb, run_command, sole_writer
 
 TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 
@@ -147,7 +147,7 @@ def index_mix(args: argparse.Namespace) -> dict:
     with sole_writer(out):
         index = build_index(files, base, args.sequence_length, **ids, dtype=args.dtype, **how)
         write_index(index, out)
-    return {"index": str(out)} | summarise(index)
+    return {"index": str(out)} | summarise(index) | {"verdict": "indexed; fetch what `mixes.py urls` prints"}
 
 
 def parse_args(arguments=None) -> argparse.Namespace:
@@ -169,13 +169,14 @@ def parse_args(arguments=None) -> argparse.Namespace:
                    help="where the files are: folder, mounted bucket or http(s)")  # fmt: skip
     add_index_flags(p)
     p.add_argument("--label", help="one label for all files (default: the mix's)")
+    add_json(p)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> int:
     args = parse_args(arguments)
     if args.verb == "index":
-        return run_command("mixes.py", lambda: index_mix(args))
+        return run_command("mixes.py", lambda: index_mix(args), args.json)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     return run_command("mixes.py", lambda: print(urls(args)))
 

@@ -54,7 +54,7 @@ from data import (
     warn,
     write_index,
 )
-from processes import check_room, run_command, sole_writer
+from processes import add_json, check_room, run_command, sole_writer
 
 SCAN_TOKENS = 2**22  # tokens that are looked at at once
 
@@ -292,12 +292,13 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser.add_argument("--workers", type=number(1, 1024),
                         help="processes (default: all cores); the result does not depend on it")  # fmt: skip
     parser.add_argument("--data-root", help=ROOT_HELP)
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> int:
     args = parse_args(arguments)
-    return run_command("pack.py", lambda: pack(args))
+    return run_command("pack.py", lambda: pack(args), args.json)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from data import (
     replacing,
     write_index,
 )
-from processes import run_command, sole_writer
+from processes import add_json, run_command, sole_writer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 HELD_OUT_ONE_IN = 25
@@ -98,8 +98,8 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
     return corpus
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; the same text gives the same tokenizer."""
+def train_tokenizer(documents: Iterable[str], vocab_size: int, exact: bool = True) -> Tokenizer:
+    """Byte-level BPE; the same text gives the same tokenizer. A small text gives fewer tokens, unless it is `exact`."""
     # All 256 bytes are tokens, so any text can be encoded. EOS and PAD come first.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if not len(alphabet) + 2 <= vocab_size <= 2**20:  # the trainer asks for memory by it
@@ -110,7 +110,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     special = {"special_tokens": [EOS, PAD], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **special))
-    if tokenizer.get_vocab_size() != vocab_size:
+    if exact and tokenizer.get_vocab_size() != vocab_size:
         raise DataError(f"--vocab-size: got {vocab_size}, the text gives {tokenizer.get_vocab_size()}; fix: less")
     return tokenizer
 
@@ -165,23 +165,8 @@ def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
         tokenizer = train_tokenizer((text for texts in corpus["train"].values() for text in texts), vocab_size)
         with replacing(building / "tokenizer.json") as f:
             f.write(tokenizer.to_str(pretty=True).encode())
-        eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
-        vocabulary = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "eos_id": eos_id, "pad_id": pad_id}
         summary = {"out": str(out), "settings": settings, "python": platform.python_version()}
-        # Token files of each split and label, then one index a split. The label is the folder's name.
-        for split, domains in corpus.items():
-            for label, texts in domains.items():
-                counts = write_shards(
-                    tqdm(texts, desc=f"{split}/{label}", unit="document", disable=None),
-                    tokenizer,
-                    building / split / label,
-                )
-                counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
-                summary.setdefault(split, {})[label] = counts
-            files = labelled_files([str(building / split)])
-            index = build_index(files, building, settings["sequence_length"], **vocabulary)
-            write_index(index, building / f"{split}.json")
-            summary[split] |= {"instances": index.instances, "fingerprint": index.fingerprint}
+        summary |= write_corpus(building, corpus, tokenizer, settings["sequence_length"])
         # The summary, with the settings, tells a later run whether what it finds is what it was asked for.
         with replacing(building / "quickstart.json") as f:
             f.write(json.dumps(summary, indent=1).encode() + b"\n")
@@ -191,12 +176,32 @@ def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
     return summary
 
 
+def write_corpus(folder: Path, corpus: dict, tokenizer: Tokenizer, sequence_length: int) -> dict:
+    """Token files and one index a split, of split -> label -> documents, for FOLDER/tokenizer.json. Returns counts."""
+    eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    size = max(tokenizer.get_vocab().values()) + 1
+    vocabulary = {"tokenizer": "tokenizer.json", "vocab_size": size, "eos_id": eos_id, "pad_id": pad_id}
+    summary = {}
+    for split, domains in corpus.items():
+        for label, texts in domains.items():  # the label is the folder's name
+            bar = tqdm(texts, desc=f"{split}/{label}", unit="document", disable=None)
+            counts = write_shards(bar, tokenizer, folder / split / label)
+            counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
+            summary.setdefault(split, {})[label] = counts
+        files = labelled_files([str(folder / split)])
+        index = build_index(files, folder, sequence_length, **vocabulary)
+        write_index(index, folder / f"{split}.json")
+        summary[split] |= {"instances": index.instances, "fingerprint": index.fingerprint}
+    return summary
+
+
 def parse_args(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="data/quickstart", help="folder to make (default: %(default)s)")
     parser.add_argument("--vocab-size", type=number(1, 2**32), default=4096, help="default: %(default)s")
     parser.add_argument("--sequence-length", type=SEQUENCE_LENGTH, default=512, help="default: %(default)s")
     parser.add_argument("--library", default=sysconfig.get_paths()["stdlib"], help="folder of .py files to read")
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
@@ -205,6 +210,7 @@ def main(arguments=None) -> int:
     return run_command(
         "quickstart.py",
         lambda: quickstart(local_path(args.out), args.vocab_size, args.sequence_length, local_path(args.library)),
+        args.json,
     )
 
 

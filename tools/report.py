@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from checkpoint import checked_meta, find_checkpoint, run_of
 from data import local_path
 from metrics import draw_curves
-from processes import HERE, RunFailed, check_counts, replace_file, run_command, sole_writer
+from processes import HERE, RunFailed, add_json, check_counts, replace_file, run_command, sole_writer, table
 from vocabulary import find_tokenizer
 
 MACHINE = ("hardware", "set")
@@ -51,6 +51,7 @@ def report(args) -> dict:
 
 def run(*command: str) -> dict:
     """The JSON that a command of this project prints. Its standard error is ours."""
+    command = (*command, "--json")
     done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:]], stdout=subprocess.PIPE, text=True)
     if done.returncode == 2:
         raise ValueError(f"{command[0]} refuses its command line; see the line before")
@@ -70,16 +71,6 @@ def flags(args: argparse.Namespace, *names: str) -> list[str]:
             elif item not in (None, False):
                 words.append(f"--{name}={item}")
     return words
-
-
-def table(head: list[str], rows: list[list]) -> str:
-    """Markdown."""
-
-    def text(x) -> str:
-        return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4g}" if isinstance(x, float) else str(x)
-
-    lines = [head, ["---"] * len(head), *([text(x) for x in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def origin(of: dict) -> str:
@@ -185,7 +176,7 @@ def report_samples(args, out: Path) -> tuple[dict, str]:
     known = find_tokenizer(args.tokenizer, folder, checked_meta(folder))
     if known.tokenizer is None or not known.eos_ids:
         return {}, f"None: no tokenizer that knows the end of a text belongs to the checkpoint. {known.why}".rstrip()
-    how = ["--num=3", "--tokens=120", "--temperature=0.8", "--top-p=0.95", "--seed=0", "--json"]
+    how = ["--num=3", "--tokens=120", "--temperature=0.8", "--top-p=0.95", "--seed=0"]
     result = run("sample.py", args.checkpoint, *how, *flags(args, "prompt", "tokenizer", *MACHINE))
     # Indented text is code in Markdown, whatever the model wrote.
     texts = ["\n".join(f"    {line}" for line in (args.prompt + s["text"]).splitlines()) for s in result["samples"]]
@@ -222,12 +213,13 @@ def parse_args(argv=None) -> argparse.Namespace:
         group.add_argument(f"--{name}")
     for name in ("no-record", "on-training-data"):
         group.add_argument(f"--{name}", action="store_true")
+    add_json(p)
     return p.parse_args(argv)
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    return run_command("report.py", lambda: report(args))
+    return run_command("report.py", lambda: report(args), args.json)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming, number
-from processes import run_command, sole_writer
+from processes import add_json, run_command, sole_writer
 
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
 PLAIN_TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")  # a file is a document
@@ -298,6 +298,7 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser.add_argument("--workers", type=number(1, 1024),
                         help="threads (default: all cores); the result does not depend on it")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace the shards in the output folder")
+    add_json(parser)
     return parser.parse_args(arguments)
 
 
@@ -305,7 +306,7 @@ def main(arguments=None) -> int:
     args = parse_args(arguments)
     if args.workers:
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read once, when the tokenizer's threads start
-    return run_command("text_to_tokens.py", lambda: tokenize(args))
+    return run_command("text_to_tokens.py", lambda: tokenize(args), args.json)
 
 
 if __name__ == "__main__":
