@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError, local_path, os_error, replacing
+from data import DataError, local_path, os_error, progress_bar, replacing
 from metrics import Board
 from processes import add_json, add_verb, flatten, outline, read_yaml, sole_writer, table
 from scalars import Run, Series, event_files, metrics_file, numbers_in_all, read_csv, read_runs, read_steps
@@ -110,7 +110,8 @@ def exact(args: argparse.Namespace) -> dict:
     quantities: dict[str, Quantity] = {}
     alone = {"a": None, "b": None}  # steps that one run has and the other lacks
     excluded, listed, left_out, compared = set(), [], 0, [0, None, None]
-    for step, a, b in side_by_side(*(read_steps(path, *span) for path in paths)):
+    rows = side_by_side(*(read_steps(path, *span) for path in paths))
+    for step, a, b in progress_bar(rows, desc="compared", unit="step", leave=False):
         if a is None or b is None:
             which = "a" if b is None else "b"
             n, first, _ = alone[which] or (0, step, step)

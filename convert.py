@@ -538,10 +538,10 @@ class Lockstep:
         after(reference.model.norm, name="final norm", block=self.norm, leaves=("final_norm",))
         # On a TPU fp32 products are bf16 otherwise, and a difference would say nothing about the conversion.
         with torch.no_grad(), jax.default_matmul_precision("highest"):
-            with tqdm(total=config.n_layers + 2, desc=f"blocks in {config.compute_dtype}", disable=None) as bar:
+            with data.progress_bar(total=config.n_layers + 2, desc=f"blocks in {config.compute_dtype}") as bar:
                 reference.model(torch.from_numpy(self.tokens.astype(np.int64)), use_cache=False)
             head, chunks = {"lm_head": jnp.asarray(self.params.read("lm_head"))}, []
-            for start in tqdm(range(0, self.own.shape[0], CHUNK), desc="logits", unit="chunk", disable=None):
+            for start in data.progress_bar(range(0, self.own.shape[0], CHUNK), desc="logits", unit="chunk"):
                 rows = slice(start, start + CHUNK)
                 ours = np.asarray(self.logits(head, jnp.asarray(self.own[rows])))[:, : config.vocab_size]
                 hidden = torch.from_numpy(self.theirs[rows]).to(reference.lm_head.weight.dtype)
@@ -865,7 +865,7 @@ def appears_whole(path: str, size: int) -> Iterator[Path]:
 
 
 def progress(total: int, what: str) -> tqdm:
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None, dynamic_ncols=True)
+    return data.progress_bar(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True)
 
 
 # -------------------------------------------------------------------------------------------------------- command line

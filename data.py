@@ -694,11 +694,19 @@ def warn(message: str) -> None:
     print(f"data.py: WARNING: {message}", file=sys.stderr)
 
 
+def progress_bar(items: Iterable | None = None, **how) -> tqdm:
+    """tqdm; where standard error is no terminal a line every ten seconds, the first of them after five."""
+    if not sys.stderr.isatty():
+        text = "{desc}: {n_fmt} of {total_fmt} {unit}\n"
+        how |= {"mininterval": 10, "delay": 5, "leave": False, "bar_format": text, "dynamic_ncols": False}
+    return tqdm(items, **how)
+
+
 def in_parallel(work: Callable, items: Sequence, what: str) -> Iterator:
     """work(item) for all items in threads, in the order of the items, with progress. At most THREADS files are open."""
     with ThreadPoolExecutor(THREADS) as pool:
         results = pool.map(work, items)
-        yield from tqdm(results, desc=what, total=len(items), unit="file", leave=False, disable=None)
+        yield from progress_bar(results, desc=what, total=len(items), unit="file", leave=False)
 
 
 def patiently(read: Callable, name: str | os.PathLike):

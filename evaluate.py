@@ -117,7 +117,7 @@ def heldout_loss(args) -> dict:
     trained = [training_data(step_folder, meta)]
     held_out = HeldOut(config, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
     params = restore_item(step_folder, "params", param_shapes(config, mesh))
-    results = held_out(params, progress=sys.stderr.isatty())
+    results = held_out(params, progress=True)
     return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "of": held_out.of[0],
             "heldout": finite(results), "verdict": told(finite(results)["all"])}  # fmt: skip
 
@@ -228,7 +228,7 @@ class Perplexity:
         sums: dict[str, np.ndarray] = {}  # rows, nats, tokens, bytes
         for batches, size_of_rows in zip(self.batches, self.bytes, strict=True):
             self.held_out.batches = batches
-            columns = self.held_out.by_row(params, sys.stderr.isatty())
+            columns = self.held_out.by_row(params, True)
             for label, of_label in self.held_out.by_label(*columns, size_of_rows).items():
                 sums[label] = sums.get(label, 0) + np.array(of_label, np.float64)
         sums["all"] = sums.pop("all")  # the last row of every table
@@ -512,7 +512,7 @@ def mean_divergences(held_out: HeldOut, params, models: tuple[model.ModelConfig,
     specs = tuple({name: tensor.spec for name, tensor in model.ledger(m).items()} for m in models)
     held_out.step = held_out.compile(partial(row_divergences, models=models), specs)
     names = ("kl", "kl_reversed", "top1_agreement")
-    columns = held_out.by_row(params, sys.stderr.isatty())
+    columns = held_out.by_row(params, True)
     return {
         label: {name: float(x) / tokens if tokens else math.nan for name, x in zip(names, sums, strict=True)}
         | {"tokens": int(tokens)}

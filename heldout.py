@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 import data
 import model
@@ -142,7 +141,7 @@ class HeldOut:
         inputs_are_checked()
         batch_size, results = self.config.data.global_batch, []
         bar = {"total": len(self.batches), "desc": "evaluating", "unit": "batch", "leave": False}
-        for batch in tqdm(self.batches, **bar, disable=not progress):
+        for batch in data.progress_bar(self.batches, **bar) if progress else self.batches:
             if should_stop():
                 return None
             rows = self.step(params, to_device(batch, self.mesh, self.config, batch_size))

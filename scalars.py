@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError, local_path, os_error
+from data import DataError, local_path, os_error, progress_bar
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
@@ -115,7 +115,7 @@ Scalars = dict[str, dict[int, float]]  # tag -> step -> value
 
 def read_metrics(path: Path) -> Scalars:
     scalars: Scalars = {}
-    for step, row in read_steps(path, 0, math.inf):
+    for step, row in progress_bar(read_steps(path, 0, math.inf), desc=str(path), unit="line", leave=False):
         for tag, value in row.items():
             if WANTED.fullmatch(tag):
                 if value is not None and (type(value) not in (int, float) or not abs(value) < 2**1024):
@@ -164,7 +164,7 @@ def read_board(files: list[Path]) -> Scalars:
     """As TensorBoard shows them: steps that a restarted run purges are gone. Of two values of a step the last counts."""
     scalars: Scalars = {}
     for path in files:
-        for event in read_events(path):
+        for event in progress_bar(read_events(path), desc=str(path), unit="event", leave=False):
             if event.session_log.status == event.session_log.START:
                 for values in scalars.values():
                     for step in [s for s in values if s >= event.step]:

@@ -896,3 +896,16 @@ def test_a_link_beside_its_file_counts_once(tmp_path):
         token_file(tmp_path / "web" / name, random_tokens(4 * S))
     (tmp_path / "web/a_link.npy").symlink_to("x.npy")
     assert [path.name for path in data.token_files(tmp_path)] == ["a_link.npy", "y.npy"]
+
+
+def test_progress_on_a_pipe(monkeypatch, capsys):
+    """Minutes of silence, or a screen of bars, where standard error is a file; lines of what takes a second."""
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    for _ in data.progress_bar(range(40), desc="read", unit="file"):
+        clock[0] += 1
+    lines = [line.strip("\r ") for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in lines if line] == [f"read: {n} of 40 file" for n in (10, 20, 30, 40)]
+    for _ in data.progress_bar(range(4), desc="read", unit="file"):
+        clock[0] += 1
+    assert not capsys.readouterr().err.strip("\r ")

@@ -80,4 +80,4 @@ def test_length():
     """A reference that nobody reads to its end."""
     lines = {path.stem: len(path.read_text().splitlines()) for path in [*OURS.values(), *(REPO / "tools").glob("*.py")]}
     assert sum(lines[name] for name in ("model", "optim", "data", "train")) <= 2650
-    assert lines["train"] <= 800 and max(lines.values()) <= 980
+    assert lines["train"] <= 800 and max(lines.values()) <= 1000

@@ -104,7 +104,7 @@ def opened(folder):
 
 def adapter(opened, max_length=LENGTH, batch=8, tokenizer=None):
     known = needed_tokenizer(tokenizer, opened)
-    return lm_eval_adapter.harness_model(opened, known.tokenizer, known.eos_ids, max_length, batch, False)
+    return lm_eval_adapter.harness_model(opened, known.tokenizer, known.eos_ids, max_length, batch)
 
 
 @pytest.fixture(scope="module", autouse=True)

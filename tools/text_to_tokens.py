@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming, number
+from data import EOS, INCOMPLETE, DataError, load_tokenizer, local_path, naming, number, progress_bar
 from processes import add_json, run_command, sole_writer
 
 SHARD_TOKENS = 2**28  # 1 GiB of uint32, a multiple of every power-of-two sequence length
@@ -216,7 +216,7 @@ def tokenize(args: argparse.Namespace) -> dict:
     folder = local_path(args.out) / args.label if args.label else local_path(args.out)
     bar = {"total": sum(f.stat().st_size for f in files), "desc": "tokenize", "unit": "B", "unit_scale": True}
     # The lock comes before the look at what is there, or two processes could both find the folder empty.
-    with sole_writer(folder), tqdm(**bar, disable=None) as progress:
+    with sole_writer(folder), progress_bar(**bar) as progress:
         if any(folder.glob("part-*.npy")) and not args.overwrite:
             raise DataError(f"{folder}: got a folder that holds shards; fix: another --out, or --overwrite")
         documents = read_documents(files, args.text_field, progress)
