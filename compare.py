@@ -445,7 +445,7 @@ def draw_losses(axes, runs: list[Run], width: int) -> None:
     margin = 0.06 * (high - low) + 1e-3
     axes.set(ylabel="loss (nats/token)", ylim=(low - margin, high + margin), title=", ".join(r.name for r in runs))
     last = [int(r.training.steps[-1]) for r in runs]
-    if max(last) > 30 * min(last):  # the short run would be a line at the left edge
+    if max(last) >= 10 * min(last):  # the short run would be a line at the left edge
         axes.set_xscale("log")
 
 
