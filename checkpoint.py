@@ -252,7 +252,6 @@ def read_meta(step_folder: Path) -> dict:
     # A file of another format is whole, only not ours to read: it must not be set aside as damaged.
     if meta["format_version"] != FORMAT_VERSION:
         raise ValueError(f"{path}: got format version {meta['format_version']}, expected {FORMAT_VERSION}")
-    meta["config"]["run"].setdefault("sample_prompt", None)  # a key that came later and changes no number
     return meta
 
 

@@ -193,6 +193,8 @@ def assemble_config(science: dict, name: str, hardware: str | None, overrides: l
     for section in SCIENCE:
         if section not in raw:
             raise ValueError(f"{section}: missing section; fix: add it to {name}")
+    if isinstance(raw["run"], dict):
+        raw["run"].setdefault("sample_prompt", None)  # a key that came later and changes no number: old records go on
     return Config(**{key: build(kind, raw[key], key) for key, kind in typing.get_type_hints(Config).items()})
 
 

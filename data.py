@@ -12,6 +12,8 @@ so it depends on index, order, seed, B and position alone: not on hosts, workers
 
 Token file   headerless little-endian uint32 (uint16 if the index says so); called .npy, as Ai2's are, in name only.
              One document after another, an EOS token after each. No BOS; padding only where tools/pack.py put it.
+Label mask   headerless bool, one byte a token of the token file that it lies beside (see `mask_path`): 0 where a token
+             is read but not learnt, as a user's words in a conversation. As open-instruct writes them.
 Instance     tokens [k*S, (k+1)*S) of one file. It never spans files; the tail of every file is dropped.
 Index        JSON, see `Index`. Paths are relative, so data can move; the fingerprint does not depend on where they are.
 Batch        see `finish_batch`: tokens, labels, segment_ids, loss_mask, filtered, instance.
@@ -57,6 +59,7 @@ INDEX_VERSION = 1
 EDGE_BYTES = 4096  # of either end of a file are hashed: enough to notice a swapped file, cheap on 4 TB
 NPY_MAGIC = b"\x93NUMPY"
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # as dolma2 spells them, too
+TURN, TURN_END = "<|im_start|>", "<|im_end|>"  # of a conversation
 # Vocabulary size, EOS and PAD of the tokenizers that Ai2's mixes name: one tokenizer under two names.
 KNOWN_TOKENIZERS = dict.fromkeys(("allenai/dolma2-tokenizer", "allenai/dolma3-tokenizer"), (100278, 100257, 100277))
 CL100K_PATTERN = (  # how dolma2 divides text into words
@@ -105,6 +108,7 @@ class TokenFile:
     bytes: int
     instances: int  # bytes // itemsize // sequence_length
     edge_hash: str
+    mask_hash: str | None = None  # the same of the label mask beside it; None: there is none, every token is learnt
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Index:
 
 def fingerprint(sequence_length: int, dtype: str, tokenizer: str, vocab_size: int, files: Sequence[TokenFile]) -> str:
     """sha256 over everything that decides which tokens an instance holds. It does not depend on where the files are."""
-    rows = [[f.label, f.path, f.bytes, f.edge_hash] for f in files]
+    rows = [[f.label, f.path, f.bytes, f.edge_hash, *([f.mask_hash] if f.mask_hash else [])] for f in files]
     content = json.dumps([sequence_length, dtype, tokenizer, vocab_size, rows], separators=(",", ":"))
     return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
 
@@ -213,6 +217,22 @@ def survey(where: str | Path, itemsize: int, read_edges: Callable = read_edges) 
     return fault and f"{where}: got {fault}", size, hashlib.sha256(head + tail).hexdigest()
 
 
+def mask_path(path: Path) -> Path:
+    """Where the label mask of a token file lies: token_ids_part_0000.npy -> labels_mask_part_0000.npy beside it."""
+    return path.with_name("labels_mask_" + path.name.removeprefix("token_ids_"))
+
+
+def survey_mask(path: Path, tokens: int, read_edges: Callable = read_edges) -> tuple[str | None, str]:
+    """Why a label mask is none of so many tokens (None if it is), and the sha256 of its first and last 4 KiB."""
+    size, head, tail = read_edges(path)
+    fault = None
+    if size != tokens:
+        fault = f"{size} bytes, expected one for each of {tokens} tokens"
+    elif not set(head + tail) <= {0, 1}:
+        fault = f"a byte {max(head + tail)}, expected 0 or 1"
+    return fault and f"{path}: got {fault}; fix: write it again", hashlib.sha256(head + tail).hexdigest()
+
+
 def every_second_is_0(content: bytes, itemsize: int) -> bool:
     ids = np.frombuffer(content[: len(content) // itemsize * itemsize], f"<u{itemsize}")
     return len(ids) >= 64 and bool(ids[::2].any()) and not ids[1::2].any()
@@ -239,9 +259,15 @@ def build_index(
     surveyed = list(in_parallel(lambda file: survey(file[1], itemsize, read_edges), files, "index"))
     if faults := [fault for fault, *_ in surveyed if fault]:
         raise DataError("\n".join(faults))
+    # A mask that lies beside a token file belongs to it. Files on a server have none here.
+    beside = [mask_path(local_path(path)) if read_edges is globals()["read_edges"] else None for _, path in files]
+    masks = [survey_mask(mask, size // itemsize) if mask and mask.is_file() else (None, None)
+             for mask, (_, size, _) in zip(beside, surveyed, strict=True)]  # fmt: skip
+    if faults := [fault for fault, _ in masks if fault]:
+        raise DataError("\n".join(faults))
     entries = tuple(
-        TokenFile(name, label, size, size // itemsize // sequence_length, edges)
-        for (label, _), name, (_, size, edges) in zip(files, names, surveyed, strict=True)
+        TokenFile(name, label, size, size // itemsize // sequence_length, edges, mask)
+        for (label, _), name, (_, size, edges), (_, mask) in zip(files, names, surveyed, masks, strict=True)
     )
     identity = (sequence_length, dtype, tokenizer, vocab_size)
     return Index(INDEX_VERSION, *identity, eos_id, pad_id, entries, fingerprint(*identity, entries))
@@ -258,7 +284,11 @@ def relative_name(path: str | os.PathLike, root: str | os.PathLike) -> str:
 
 def write_index(index: Index, path: Path) -> None:
     with replacing(local_path(path)) as f:
-        f.write(json.dumps(dataclasses.asdict(index), indent=1).encode() + b"\n")
+        content = dataclasses.asdict(index)
+        for file in content["files"]:  # an index without masks is the file that it was before there were any
+            if file["mask_hash"] is None:
+                del file["mask_hash"]
+        f.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 def find_index(path: str | os.PathLike, data_root: str | os.PathLike | None = None) -> Path:
@@ -313,6 +343,13 @@ def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) ->
     fault, _, edges = survey(path, itemsize) if read else (None, size, file.edge_hash)
     if edges != file.edge_hash:
         return f"{path}: got other first or last 4 KiB than the index says; fix: copy the file again, or index again"
+    if file.mask_hash is not None and read and not fault:
+        try:
+            fault, edges = survey_mask(mask := mask_path(path), size // itemsize)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{mask_path(path)}: got no such file (missing), expected a label mask; fix: fetch it"
+        if not fault and edges != file.mask_hash:
+            return f"{mask}: got other first or last 4 KiB than the index says; fix: copy it again, or index again"
     return fault
 
 
@@ -389,13 +426,16 @@ class FeistelOrder:
 # ---- from tokens to a batch
 
 
-def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig) -> dict:
+def finish_batch(
+    tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, config: DataConfig, learnt_BS: np.ndarray | None = None
+) -> dict:
     """What a step trains on, from checked token ids:
 
     tokens       int32 [B, S]
     labels       int32 [B, S]   the next token; 0 at the last position, which has none
     segment_ids  int32 [B, S]   0, or with document_mask the number of EOS tokens before: an EOS ends its own document
-    loss_mask    bool  [B, S]   False at the last position, where the label is mask_token, and all over a filtered row
+    loss_mask    bool  [B, S]   False at the last position, where the label is mask_token or not learnt, and all over a
+                                filtered row
     filtered     bool  [B]      the row repeats itself; it stays in the batch, so that no later batch moves
     instance     int64 [B]      global instance ids
 
@@ -410,6 +450,8 @@ def finish_batch(tokens_BS: np.ndarray, instance_B: np.ndarray, index: Index, co
     loss_mask[:, -1] = False
     if config.mask_token is not None:
         loss_mask &= labels != config.mask_token
+    if learnt_BS is not None:  # a mask is about tokens, and position i has token i + 1 as its label
+        loss_mask[:, :-1] &= learnt_BS[:, 1:]
     # An EOS belongs to the document that it ends, so the count begins behind it.
     if config.document_mask:
         is_eos = tokens == index.eos_id
@@ -463,6 +505,7 @@ class BatchSource:
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._orders = {}  # epoch -> permutation, the latest only
         self._checked_files = set()
+        self.masked = any(f.mask_hash for f in self.index.files)
 
     def __getstate__(self):
         return self.__dict__ | {"_orders": {}}  # pickling a memmap would send the whole permutation
@@ -470,7 +513,8 @@ class BatchSource:
     def batch_at(self, position: int) -> dict:
         """This host's rows of the batch that starts at `position`, see `finish_batch`."""
         instances = self.instances_at(position)
-        return finish_batch(np.stack([self.read(i) for i in instances]), instances, self.index, self.config)
+        learnt = np.stack([self.read_mask(i) for i in instances]) if self.masked else None
+        return finish_batch(np.stack([self.read(i) for i in instances]), instances, self.index, self.config, learnt)
 
     def instances_at(self, position: int) -> np.ndarray:
         """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""
@@ -521,6 +565,23 @@ class BatchSource:
             raise DataError(f"{path}: token {offset + bad}: got id {tokens[bad]}, expected below the vocabulary size "
                             f"{self.index.vocab_size}")  # fmt: skip
         return tokens
+
+    def read_mask(self, instance: int) -> np.ndarray:
+        """bool [S]: which tokens of an instance are learnt. `read` has compared the file with the index."""
+        (file, offset), S = self.locate(instance), self.index.sequence_length
+        if file.mask_hash is None:
+            return np.ones(S, bool)
+        path = mask_path(self.root / file.path)
+
+        def read() -> bytes:
+            with open(path, "rb", buffering=0) as f:
+                return read_at(f.fileno(), offset, S)
+
+        content = np.frombuffer(patiently(read, path), np.uint8)
+        if len(content) != S or content.max() > 1:
+            raise DataError(f"{path}: byte {offset}: got {len(content)} bytes, the largest {content.max(initial=0)}, expected "
+                            f"{S} of 0 and 1; fix: write it again, and index again")  # fmt: skip
+        return content.astype(bool)
 
     def _check(self, path: Path, file: TokenFile, state: tuple[int, int]) -> None:
         """Compares a file with the index, at its first read and when it is not what it was when the run began. A time of
@@ -825,11 +886,13 @@ def token_files(given: Path) -> list[Path]:
         if mark.exists():
             got = f"{mark.parent}: got a folder that is being written, or whose writer was ended"
             raise DataError(f"{got}; fix: run that to its end (text_to_tokens.py: with --overwrite)")
-    tokens = (p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(".") and p.is_file())
+    hidden = (".", "labels_mask_")  # masks are found beside their token files
+    tokens = (p for p in paths if p.suffix.lower() == ".npy" and not p.name.startswith(hidden) and p.is_file())
     files = sorted({os.path.realpath(p): p for p in sorted(tokens, reverse=True)}.values())  # a link and its file: once
     if not files:
         raise DataError(f"{given}: got no token file, expected some that end in .npy")
-    if others := sorted(str(path.relative_to(given)) for path in set(paths) - set(files)):
+    others = [path for path in set(paths) - set(files) if not path.name.startswith("labels_mask_")]
+    if others := sorted(str(path.relative_to(given)) for path in others):
         counts = f"{len(files)} files taken, {len(others)} passed over ({', '.join(others[:3])}, ...)"
         print(f"data.py: {given}: {counts.replace(', ...', '') if len(others) < 4 else counts}", file=sys.stderr)
     return files
@@ -842,6 +905,7 @@ def summarise(index: Index) -> dict:
         "labels": sorted({f.label for f in index.files}),
         "instances": index.instances,
         "tokens": tokens,
+        **({"label_masks": masks} if (masks := sum(f.mask_hash is not None for f in index.files)) else {}),
         "dropped_tail_tokens": tokens - index.instances * index.sequence_length,
         "fingerprint": index.fingerprint,
         "olmo_core_fingerprint": olmo_core_fingerprint(index),
@@ -876,10 +940,20 @@ def show(args: argparse.Namespace) -> dict:
     for row, instance in enumerate(source.instances_at(position)[: args.rows]):
         (file, offset), tokens = source.locate(instance), source.read(instance)
         text = None if tokenizer is None else tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        if text is not None and file.mask_hash:
+            text = marked(tokenizer, tokens, source.read_mask(instance))
         shown = {"row": row, "position": position + row, "instance": int(instance), "file": file.path, "offset": offset}
         filtered = bool(repetition_filtered(tokens))
         rows.append(shown | {"label": file.label, "filtered": filtered, "text": text})
     return {"step": args.step, "epoch": position // source.usable + 1, "rows": rows}
+
+
+def marked(tokenizer: Tokenizer, tokens: np.ndarray, learnt: np.ndarray) -> str:
+    """The text, with what is learnt in [[ ]]."""
+    edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # every second one opens
+    parts = np.split(tokens, edges[edges < len(tokens)])
+    texts = [tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts]
+    return "".join(f"[[{text}]]" if i % 2 else text for i, text in enumerate(texts))
 
 
 def number(least: int, most: int) -> Callable[[str], int]:

@@ -191,6 +191,12 @@ class Perplexity:
         window, stride = window_and_stride(args, config, indexes)
         check_batch("--window", batch, window)
         whole_texts = args.cut != "instances"
+        if whole_texts and (
+            masked := [p for p, i in zip(paths, indexes, strict=True) if any(f.mask_hash for f in i.files)]
+        ):
+            raise ValueError(
+                f"--cut {args.cut}: {masked[0]} has label masks, which hold for instances; fix: --cut instances"
+            )
         if whole_texts:  # how the index divides files into instances plays no part
             length, limit = indexes[0].sequence_length, None
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=length))

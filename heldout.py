@@ -72,9 +72,12 @@ class EvaluationBatches:
         for whole_batch in padded.reshape(len(self), -1):
             instances = whole_batch[source.rows]
             tokens = np.zeros((len(instances), source.index.sequence_length), np.uint32)
+            learnt = np.ones(tokens.shape, bool) if source.masked else None
             for row in np.flatnonzero(instances >= 0):
                 tokens[row] = source.read(instances[row])
-            batch = data.finish_batch(tokens, instances, source.index, source.config)
+                if source.masked:
+                    learnt[row] = source.read_mask(instances[row])
+            batch = data.finish_batch(tokens, instances, source.index, source.config, learnt)
             batch["loss_mask"] &= (instances >= 0)[:, None]
             yield batch
 

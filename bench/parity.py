@@ -673,13 +673,15 @@ def data_fingerprint() -> Comparison:
     return Comparison("dataset fingerprints that differ", "NumpyFSLDataset.fingerprint", data_pair()["fingerprint"], 0)
 
 
-def olmo_core_packed(paths: list[Path], folder: Path, c: data.DataConfig, packing: pack.Packing) -> NumpyDataLoaderBase:
+def olmo_core_packed(
+    paths: list[Path], folder: Path, c: data.DataConfig, packing: pack.Packing, masks: list[Path] | None
+) -> NumpyDataLoaderBase:
     """Its packed dataset and loader. Documents of one length in order: numpy's default sort is unstable, and how it
     leaves them depends on the CPU."""
     tokenizer = TokenizerConfig(vocab_size=10_000, eos_token_id=EOS, pad_token_id=PAD)
     dataset = NumpyPackedFSLDatasetConfig(
         paths=[str(p) for p in paths], tokenizer=tokenizer, dtype=NumpyDatasetDType.uint32, generate_doc_lengths=True,
-        sequence_length=packing.sequence_length, source_group_size=packing.group_size,
+        label_mask_paths=masks and [str(p) for p in masks], sequence_length=packing.sequence_length, source_group_size=packing.group_size,
         source_permutation_seed=packing.permutation_seed, long_doc_strategy=packing.long_documents,
         instance_filter_config=InstanceFilterConfig() if c.repetition_filter else None, work_dir=str(folder / "work"),
     ).build()  # fmt: skip
@@ -709,9 +711,11 @@ def packed_pair() -> dict[str, int]:
                 tokens = rng.integers(2, 90, lengths.sum() + int(rng.integers(0, 5)))
                 tokens[np.cumsum(lengths) - 1] = EOS
                 tokens.astype("<u4").tofile(path)
+                if n % 2:  # of a conversation only some tokens are learnt
+                    (rng.random(len(tokens)) < 0.6).tofile(data.mask_path(path))
             packing = pack.Packing(S, group, 100 + n, long_documents)
             c = replace(config().data, sequence_length=S, global_batch=3, repetition_filter=n % 2 == 0)
-            theirs = olmo_core_packed(paths, folder, c, packing)
+            theirs = olmo_core_packed(paths, folder, c, packing, [*map(data.mask_path, paths)] if n % 2 else None)
             raw = our_source(paths, folder, replace(c, sequence_length=2), 10_000)
             options = f"--sequence-length={S} --group-size={group} --permutation-seed={100 + n} --workers=1"
             arguments = [raw.config.index, f"--long-documents={long_documents}", *options.split()]

@@ -28,7 +28,7 @@ def test_domains(tmp_path, capsys):
     requests("qasper_yesno/rc_5shot", {"doc": {"full_text": {"paragraphs": [["One.", "Two."], ["Three."]]}}})
     command = ("domains", tmp_path / "packages", "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "out",
                "--sequence-length", 4)  # fmt: skip
-    quickstart_tool.train_tokenizer(["a"], 258).save(str(tmp_path / "t.json"))
+    quickstart_tool.train_tokenizer(["a"], 260).save(str(tmp_path / "t.json"))
     code, _, err = call(capsys, *command)
     assert code == 2 and "got no text of the domain news; fix: pip install --no-deps" in err
     news = tmp_path / "packages/gensim/test/test_data/lee.cor"

@@ -488,7 +488,7 @@ def test_submit_is_one_attempt_and_every_flag_reaches_the_trainer(place, capsys)
         train.parse_args(["--help"])
     known = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M))
     ours = {"--coordinator", "--num-processes", "--process-id", "--distributed"}  # that the launcher decides
-    once = {"--help", "--dry-run", "--profile"}
+    once = {"--help", "--dry-run", "--profile", "--json"}
     assert known - ours - once == {word.partition("=")[0] for word in expected} and ours | once < known
     assert (place.run / "attempts.0").read_text() == "1"
 
@@ -986,7 +986,7 @@ def test_until_done_under_kill_9(house, straight, tmp_path, capsys):
     assert_same_run(run_dir, straight)
     assert compare.main(["exact", str(run_dir), str(straight)]) == 0
     assert compare.main(["detect", str(run_dir), str(straight), "--png", str(tmp_path / "x.png")]) == 0
-    assert "equal: training loss of" in capsys.readouterr().err
+    assert "equal: training loss of" in capsys.readouterr().out
 
 
 # train.py whose second held-out evaluation takes 14 s in its first attempt

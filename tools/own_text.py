@@ -106,12 +106,16 @@ def build(building: Path, out: Path, files: list[Path], given: Tokenizer | None,
     with replacing(building / "tokenizer.json") as f:
         f.write(tokenizer.to_str(pretty=True).encode())
     corpus = {name: {out.name: split.part(name, documents(name))} for name in ("train", "heldout")}
-    summary = write_corpus(building, corpus, tokenizer, args.sequence_length)
+    little = f"too little text for instances of {args.sequence_length} tokens to train on and held out"
+    try:
+        summary = write_corpus(building, corpus, tokenizer, args.sequence_length)
+    except DataError as e:
+        if "no instances" not in str(e):
+            raise
+        raise DataError(f"{little}; fix: more of it, or a smaller --sequence-length") from e
     instances = summary["train"]["instances"]
-    if instances < BATCH or not summary["heldout"]["instances"]:
-        raise DataError(f"got {instances} instances of {args.sequence_length} tokens to train on and "
-                        f"{summary['heldout']['instances']} held out, expected {BATCH} and 1 or more; fix: more text, or a "
-                        "smaller --sequence-length")  # fmt: skip
+    if instances < BATCH:
+        raise DataError(f"{little}: got {instances}, expected {BATCH} or more; fix: a smaller --sequence-length")
     config, vocab_size = building / f"{out.name}.yaml", max(tokenizer.get_vocab().values()) + 1
     steps = min(MOST_STEPS, EPOCHS * instances // BATCH)
     write_config(config, out, vocab_size, args.sequence_length, steps)

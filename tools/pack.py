@@ -43,6 +43,7 @@ from data import (
     file_fault,
     load_index,
     local_path,
+    mask_path,
     number,
     olmo_core_fingerprint,
     patiently,
@@ -167,12 +168,17 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
         return counts
     check_room(out.parent, size)
     dtype = np.dtype(index.dtype).newbyteorder("<")
+    masked = any(file.mask_hash for file in index.files)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open(path, "rb")) for path in paths]
         packed = stack.enter_context(replacing(out))
+        # Entered last and so complete first: where the token file is there from an earlier run, its mask is too.
+        mask = stack.enter_context(replacing(mask_path(out))) if masked else None
+        have = [path for path in paths if masked and mask_path(path).is_file()]
+        masks = {path: stack.enter_context(open(mask_path(path), "rb")) for path in have}
         # Second pass: copy. The end of an instance that no document fills is padding.
         for documents in instances:
-            tokens, filled = np.full(S, index.pad_id, dtype), 0
+            tokens, learnt, filled = np.full(S, index.pad_id, dtype), np.zeros(S, bool), 0
             for document in documents:
                 (start, stop), source = spans[document].tolist(), sources[file_of[document]]
                 span = source.fileno(), start * dtype.itemsize, (stop - start) * dtype.itemsize
@@ -182,8 +188,14 @@ def pack_group(paths: Sequence[Path], out: Path, index: Index, packing: Packing)
                         f"{source.name}: got the end of the file before token {stop}; fix: it was truncated"
                     )
                 tokens[filled : filled + stop - start] = np.frombuffer(content, dtype)
+                given = masks.get(paths[file_of[document]])
+                learnt[filled : filled + stop - start] = given is None or np.frombuffer(
+                    read_at(given.fileno(), start, stop - start), bool
+                )
                 filled += stop - start
             packed.write(tokens)
+            if masked:
+                mask.write(learnt)
     return counts
 
 

@@ -31,6 +31,8 @@ from data import (
     EOS,
     PAD,
     SEQUENCE_LENGTH,
+    TURN,
+    TURN_END,
     DataError,
     Index,
     build_index,
@@ -100,15 +102,15 @@ def read_library(root: Path) -> dict[str, dict[str, list[str]]]:
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, exact: bool = True) -> Tokenizer:
     """Byte-level BPE; the same text gives the same tokenizer. A small text gives fewer tokens, unless it is `exact`."""
-    # All 256 bytes are tokens, so any text can be encoded. EOS and PAD come first.
+    # All 256 bytes are tokens, so any text can be encoded. Special tokens come first; those of a conversation wait for one.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if not len(alphabet) + 2 <= vocab_size <= 2**20:  # the trainer asks for memory by it
-        least = f"{len(alphabet) + 2} (bytes, {EOS}, {PAD})"
+    if not len(alphabet) + 4 <= vocab_size <= 2**20:  # the trainer asks for memory by it
+        least = f"{len(alphabet) + 4} (bytes, {EOS}, {PAD}, {TURN}, {TURN_END})"
         raise DataError(f"--vocab-size: got {vocab_size}, expected {least} .. {2**20}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = {"special_tokens": [EOS, PAD], "initial_alphabet": alphabet, "show_progress": False}
+    special = {"special_tokens": [EOS, PAD, TURN, TURN_END], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **special))
     if exact and tokenizer.get_vocab_size() != vocab_size:
         raise DataError(f"--vocab-size: got {vocab_size}, the text gives {tokenizer.get_vocab_size()}; fix: less")
