@@ -513,8 +513,9 @@ class BatchSource:
     def batch_at(self, position: int) -> dict:
         """This host's rows of the batch that starts at `position`, see `finish_batch`."""
         instances = self.instances_at(position)
+        tokens = np.stack([self.read(i) for i in instances])
         learnt = np.stack([self.read_mask(i) for i in instances]) if self.masked else None
-        return finish_batch(np.stack([self.read(i) for i in instances]), instances, self.index, self.config, learnt)
+        return finish_batch(tokens, instances, self.index, self.config, learnt)
 
     def instances_at(self, position: int) -> np.ndarray:
         """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""

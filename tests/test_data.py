@@ -909,3 +909,65 @@ def test_progress_on_a_pipe(monkeypatch, capsys):
     for _ in data.progress_bar(range(4), desc="read", unit="file"):
         clock[0] += 1
     assert not capsys.readouterr().err.strip("\r ")
+
+
+def masked_index(folder: Path, seed: int = 3) -> tuple[str, np.ndarray, np.ndarray]:
+    """(index, tokens, mask) of one file with a label mask beside it."""
+    tokens, learnt = random_tokens(6 * S, seed), np.random.default_rng(seed).random(6 * S) < 0.5
+    path = folder / "chat/token_ids_part_0000.npy"
+    path.parent.mkdir(parents=True)
+    learnt.tofile(folder / "chat/labels_mask_part_0000.npy")
+    return make_index(folder, {"chat/token_ids_part_0000.npy": tokens}), tokens, learnt
+
+
+def test_label_masks(tmp_path):
+    """A mask applied after the shift, to another instance, or to the label at the end; an index that looks the same with
+    and without one, or other than before where there is none (a test in test_stored.py holds an index of before)."""
+    index, tokens, learnt = masked_index(tmp_path)
+    source = data.open_data(config(index), rows=[0, 1, 2])
+    batch = source.batch_at(0)
+    for row, instance in enumerate(batch["instance"]):
+        part = slice(instance * S, (instance + 1) * S)
+        np.testing.assert_array_equal(batch["tokens"][row], tokens[part])
+        np.testing.assert_array_equal(batch["loss_mask"][row], [*learnt[part][1:], False])
+    loaded = data.load_index(index)
+    assert data.summarise(loaded)["label_masks"] == 1 and loaded.files[0].mask_hash
+    (tmp_path / "chat/labels_mask_part_0000.npy").unlink()
+    bare = data.build_index([("chat", tmp_path / loaded.files[0].path)], tmp_path, S, tokenizer="none", vocab_size=V,
+                            eos_id=EOS_ID)  # fmt: skip
+    data.write_index(bare, tmp_path / "bare.json")
+    assert "mask" not in (tmp_path / "bare.json").read_text() and bare.fingerprint != loaded.fingerprint
+    assert data.open_data(config(str(tmp_path / "bare.json"))).batch_at(0)["loss_mask"].sum() == 4 * (S - 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda p: p.unlink(), "got no such file (missing), expected a label mask"),
+        (
+            lambda p: p.write_bytes(p.read_bytes()[:-1]),
+            f"got {6 * S - 1} bytes, expected one for each of {6 * S} tokens",
+        ),
+        (lambda p: p.write_bytes(b"\2" + p.read_bytes()[1:]), "got a byte 2, expected 0 or 1"),
+        (lambda p: p.write_bytes(bytes(6 * S)), "got other first or last 4 KiB than the index says"),
+    ],
+)
+def test_a_mask_that_is_another(tmp_path, capsys, spoil, says):
+    """Training on a user's words, in silence, since the mask is that of other tokens."""
+    index, *_ = masked_index(tmp_path)
+    spoil(tmp_path / "chat/labels_mask_part_0000.npy")
+    code, _, err = call(capsys, "verify", index)
+    assert code == 2 and "labels_mask_part_0000.npy" in err and says in err
+    with pytest.raises(data.DataError, match="labels_mask_part_0000.npy"):
+        data.open_data(config(index)).batch_at(0)
+
+
+def test_show_marks_what_is_learnt(quickstart):
+    tokenizer = data.load_tokenizer(quickstart[0] / "out/tokenizer.json")
+    ids = tokenizer.encode("ab cd").ids
+    learnt = np.zeros(len(ids), bool)
+    learnt[-1] = True
+    shown = data.marked(tokenizer, np.array(ids), learnt)
+    assert shown.endswith("]]") and shown.count("[[") == 1 and shown.replace("[[", "").replace("]]", "") == "ab cd"
+    assert data.marked(tokenizer, np.array(ids), ~learnt).startswith("[[")
+    assert data.marked(tokenizer, np.array(ids), np.zeros(len(ids), bool)) == "ab cd"

@@ -1,5 +1,6 @@
 """sample.py sample: the text is transformers' and the draws are those asked for, whatever the batch and the mesh."""
 
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import sys
 import types
 from dataclasses import replace
 
+import chat_to_tokens
 import harness
 import jax
 import jax.numpy as jnp
@@ -278,3 +280,29 @@ def test_a_run_without_samples(run, monkeypatch, capsys, why):
     mesh = jax.make_mesh((1, 1, 2 if "mesh" in why else 1, 1), ("data", "fsdp", "context", "tensor"))
     assert sample.run_samples(config, mesh, run.parent / "train.json", index) is None
     assert f"run.sample_prompt is not used: {why}" in capsys.readouterr().err
+
+
+def test_chat(run, tmp_path, monkeypatch, capsys):
+    """A turn that does not end with its closing token, or the next one that does not see it; words that spell a token
+    of the template and so end the user's turn."""
+    use_devices(monkeypatch, 1)
+    asked, answers = [], iter([[40, 41], [42]])
+
+    def continuations(sampler, tokenizer, eos_ids, prompts, *rest):
+        asked.append((list(prompts[0]), eos_ids))
+        tokens = next(answers)
+        return [sample.Continuation(tokens, tokenizer.decode(tokens), data.TURN_END)]
+
+    monkeypatch.setattr(sample, "continuations", continuations)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello {data.TURN_END}\nand?\n"))
+    assert sample.main([str(run), "--hardware", "cpu", "--chat", "--prompt", "Be kind."]) == 0
+    tokenizer = data.load_tokenizer(run.parent / "tokenizer.json")
+    assert capsys.readouterr().out == f"{tokenizer.decode([40, 41])}\n{tokenizer.decode([42])}\n"
+    template = chat_to_tokens.Template(data.load_tokenizer(run.parent / "tokenizer.json"), "t")
+    turns = [("system", "Be kind."), ("user", f"hello {data.TURN_END}"), ("assistant", ""), ("user", "and?")]
+    ids, _ = template.encode([{"role": role, "content": text} for role, text in turns])
+    at = ids.index(template.turn, ids.index(template.turn, ids.index(template.turn) + 1) + 1)  # the assistant's turn
+    header = template.header("assistant")
+    (first, ends), (second, _) = asked
+    assert first == ids[: at + len(header)] and first[at:] == header and template.turn_end in ends
+    assert second == [*first, 40, 41, *ids[at + len(header) :], *header]

@@ -8,7 +8,7 @@
     <|im_start|>assistant\\n...<|endoftext|>    the last turn; learnt: the text and <|endoftext|>
 
 Reads JSON lines, also .gz or .zst: {"messages": [{"role": ..., "content": ...}, ...]}, the list alone, "conversations"
-with "from" and "value", or "prompt" and "completion"; and chatterbot-corpus's .yml, whose turns alternate. Writes
+with "from" and "value", or "prompt" and "completion"; and chatterbot-corpus's .yml, a question and its answers. Writes
 OUT/train and OUT/heldout as open-instruct does (token_ids_part_0000.npy, labels_mask_part_0000.npy), with an index of
 each. tools/pack.py goes on. Exit codes as train.py's.
 
@@ -63,12 +63,14 @@ def read_conversations(paths: list[Path]) -> Iterator[tuple[str, list[dict]]]:
     with progress_bar(total=sum(p.stat().st_size for p in paths), desc="read", unit="B", unit_scale=True) as progress:
         for path in paths:
             if path.suffix == ".yml":
-                for number, turns in enumerate(read_yaml(path).get("conversations") or (), start=1):
-                    roles = ("user", "assistant")
-                    yield (
-                        f"{path}, conversation {number}",
-                        [{"role": roles[i % 2], "content": str(turn)} for i, turn in enumerate(turns)],
-                    )
+                for number, (question, *answers) in enumerate(read_yaml(path).get("conversations") or (), start=1):
+                    for answer in answers:
+                        turns = [
+                            {"role": "user", "content": str(question)},
+                            {"role": "assistant", "content": str(answer)},
+                        ]
+                        yield f"{path}, conversation {number}", turns
+                progress.update(path.stat().st_size)
                 continue
             for number, line in enumerate(read_lines(path, progress), start=1):
                 if line.strip():
@@ -162,7 +164,8 @@ def chat_to_tokens(args: argparse.Namespace) -> dict:
 
 
 def write_splits(conversations, template: Template, out: Path, args: argparse.Namespace) -> dict:
-    """Token files and masks of both splits. A conversation is held out by a hash of its text."""
+    """Token files and masks of both splits. A hash of its first question decides where a conversation goes, so that no
+    question is on both sides."""
     names = ("conversations", "tokens", "learnt")
     counts = {split: dict.fromkeys(names, 0) for split in ("train", "heldout")}
     waiting = {split: ([], []) for split in counts}
@@ -186,9 +189,10 @@ def write_splits(conversations, template: Template, out: Path, args: argparse.Na
         if not (messages := trained_part(messages)):
             empty += 1
             continue
+        question = next((m["content"] for m in messages if m["role"] != "system"), "")
         if args.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": args.system}, *messages]
-        share = int.from_bytes(digest(json.dumps(messages))[:4], "big") / 2**32
+        share = int.from_bytes(digest(question)[:4], "big") / 2**32
         split = "heldout" if share < args.held_out else "train"
         counts[split]["conversations"] += 1
         for whole, part in zip(waiting[split], template.encode(messages), strict=True):

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from quickstart import train_tokenizer, write_corpus
+from quickstart import corpus_rows, train_tokenizer, write_corpus
 from text_to_tokens import TEXT_KINDS, TEXT_SUFFIXES, expand, read_documents
 
 from data import EOS, PAD, SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, number, progress_bar, replacing
@@ -121,7 +121,7 @@ def build(building: Path, out: Path, files: list[Path], given: Tokenizer | None,
     write_config(config, out, vocab_size, args.sequence_length, steps)
     return {
         "held_out": split.described(),
-        "documents": {name: summary[name][out.name] for name in ("train", "heldout")},
+        "documents": corpus_rows(summary),
         "instances": {name: summary[name]["instances"] for name in ("train", "heldout")},
         "vocabulary": vocab_size,
         "config": str(out / config.name),

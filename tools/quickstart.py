@@ -45,7 +45,7 @@ from data import (
     replacing,
     write_index,
 )
-from processes import add_json, run_command, sole_writer
+from processes import add_json, outline, run_command, sole_writer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 HELD_OUT_ONE_IN = 25
@@ -178,6 +178,21 @@ def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
     return summary
 
 
+def corpus_rows(summary: dict) -> list[dict]:
+    """For people: what `write_corpus` has counted."""
+    return [
+        {"split": split, "label": label, "documents": counts["documents"], "tokens": counts["tokens"],
+         "bytes a token": counts["bytes_per_token"]}
+        for split in ("train", "heldout") for label, counts in summary[split].items() if isinstance(counts, dict)
+    ]  # fmt: skip
+
+
+def for_people(summary: dict) -> str:
+    instances = ", ".join(f"{split} {summary[split]['instances']:,}" for split in ("train", "heldout"))
+    result = {"out": summary["out"], "instances": instances, "texts": corpus_rows(summary)}
+    return outline(result | {"verdict": "next: python train.py --config quickstart.yaml"})
+
+
 def write_corpus(folder: Path, corpus: dict, tokenizer: Tokenizer, sequence_length: int) -> dict:
     """Token files and one index a split, of split -> label -> documents, for FOLDER/tokenizer.json. Returns counts."""
     eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
@@ -213,6 +228,7 @@ def main(arguments=None) -> int:
         "quickstart.py",
         lambda: quickstart(local_path(args.out), args.vocab_size, args.sequence_length, local_path(args.library)),
         args.json,
+        for_people,
     )
 
 
