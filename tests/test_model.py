@@ -923,3 +923,17 @@ def test_docstring_example_trains_the_same_on_one_device(tmp_path):
         clear = np.abs(moment) > 1e-3 * np.abs(moment).max()
         assert difference(two[f"p_{name}"][clear], one[f"p_{name}"][clear]) < 1e-6, name
     assert np.abs(one["p_wq"] - start["wq"]).max() > 5e-4  # the step moved it, by the learning rate of 1e-3 at most
+
+
+def test_what_is_masked_contributes_nothing():
+    """A user's words that are learnt after all: other labels where the mask is 0, and other tokens where nobody looks."""
+    batch = random_batch(CONFIG, 3, 20)
+    other = {name: None if x is None else x.copy() for name, x in batch.items()}
+    other["labels"][~batch["loss_mask"]] = 7
+    other["tokens"][:, -1] = 7  # only the last position sees the last token, and it has no label
+    other["tokens"][1] = 7  # a row without any
+    params = random_params(CONFIG)
+    (loss, _, grads), (loss2, _, grads2) = (loss_and_gradients(CONFIG, params, b, BLOCKWISE) for b in (batch, other))
+    assert loss == loss2
+    for name in grads:
+        np.testing.assert_array_equal(grads[name], grads2[name], err_msg=name)
