@@ -172,28 +172,30 @@ class Sampler:
 
         def first(cache_length, params, tokens_BS, length_B, number_B, how):
             logits_BV, cache = prefill(params, tokens_BS, length_B, cache_length, config.model, execution)
-            return self.next(logits_BV, length_B, number_B, how), cache
+            return *self.next(logits_BV, length_B, number_B, how), cache
 
         def more(params, cache, token_B, position_B, number_B, how):
             logits_BV, cache = decode(params, cache, token_B, position_B, config.model, execution)
-            return self.next(logits_BV, position_B + 1, number_B, how), cache
+            return *self.next(logits_BV, position_B + 1, number_B, how), cache
 
         @lru_cache  # a program for each length of the cache
         def first_of(cache_length):
             return opened.compiled(
-                partial(first, cache_length), (P(BATCH_AXES, None), rows, *draw), (rows, cache_specs)
+                partial(first, cache_length), (P(BATCH_AXES, None), rows, *draw), (rows, rows, cache_specs)
             )
 
         self.first_of = first_of
         # The cache is donated: decoding writes into it in place.
-        self.more = opened.compiled(more, (cache_specs, rows, rows, *draw), (rows, cache_specs), donated=(1,))
+        self.more = opened.compiled(more, (cache_specs, rows, rows, *draw), (rows, rows, cache_specs), donated=(1,))
 
     @staticmethod
     def next(logits_BV, position_B, number_B, how):
+        """(token, its log-probability at temperature 1) of each row."""
         temperature, top_k, top_p, seed = how
         key = jax.random.key(seed, impl="threefry2x32")
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(number_B, position_B)
-        return choose(logits_BV, keys, temperature, top_k, top_p)
+        token_B = choose(logits_BV, keys, temperature, top_k, top_p)
+        return token_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV), token_B[:, None], axis=1)[:, 0]
 
     def check_memory(self, rows: int, length: int) -> None:
         """DataError if logits and cached keys and values of so many rows, this long at the end, fit into no memory."""
@@ -206,10 +208,13 @@ class Sampler:
         available = sum((d.memory_stats() or {}).get("bytes_limit", 0) for d in ours) or None
         check_memory("--num, --tokens", rows * (cached + 4 * config.vocab_size), available)
 
-    def __call__(self, prompts: list[list[int]], max_tokens: int, draw: Draw, numbers=None) -> Iterator[np.ndarray]:
+    def __call__(
+        self, prompts: list[list[int]], max_tokens: int, draw: Draw, numbers=None, log_probs: list | None = None
+    ) -> Iterator[np.ndarray]:
         """Yields the next token of every row, [rows], at most `max_tokens` times.
 
-        `numbers`: the draws of a row depend on its number; default: its place."""
+        `numbers`: the draws of a row depend on its number; default: its place. `log_probs`: a list that gets the
+        log-probabilities of the tokens, at temperature 1."""
         n, splash = len(prompts), self.opened.config.hardware.attention == "splash"
         fill = -n % self.opened.shards  # rows that make the number divisible over the mesh
         lengths = np.array([len(p) for p in prompts] + [1] * fill, np.int32)
@@ -219,11 +224,13 @@ class Sampler:
             row[: len(prompt)] = prompt
         length = padded_length(lengths.max() + max_tokens)
         how = (np.float32(draw.temperature), np.int32(draw.top_k), np.float32(draw.top_p), np.uint32(draw.seed))
-        token, cache = self.first_of(length)(self.opened.params, tokens, lengths, numbers, how)
-        yield np.asarray(token)[:n]
-        for i in range(max_tokens - 1):
-            token, cache = self.more(self.opened.params, cache, token, lengths + i, numbers, how)
+        log_probs = [] if log_probs is None else log_probs
+        token, log_prob, cache = self.first_of(length)(self.opened.params, tokens, lengths, numbers, how)
+        for i in range(max_tokens):
+            log_probs.append(np.asarray(log_prob)[:n])
             yield np.asarray(token)[:n]
+            if i + 1 < max_tokens:
+                token, log_prob, cache = self.more(self.opened.params, cache, token, lengths + i, numbers, how)
 
 
 def padded_length(n: int, splash: bool = False) -> int:
@@ -342,6 +349,25 @@ def sample(args) -> dict | None:
     print(f"\n{'-' * 40}\n".join(args.prompt + s["text"] for s in drawn["samples"]))
 
 
+class Turns:
+    """Turns of a conversation as tokens, by Olmo 3's template (tools/chat_to_tokens.py has it in full)."""
+
+    def __init__(self, known: FoundTokenizer):
+        self.tokenizer = known.tokenizer
+        self.tokenizer.encode_special_tokens = True  # what a person types ends no turn
+        self.start, self.end = map(self.tokenizer.token_to_id, (data.TURN, data.TURN_END))
+        if self.start is None or self.end is None:
+            fix = "a model that was tuned on conversations"
+            raise NoTokenizer(f"{known.path}: got no {data.TURN} and {data.TURN_END}, expected both; fix: {fix}")
+        self.close = [self.end, *self.tokenizer.encode("\n", add_special_tokens=False).ids]
+
+    def opened(self, role: str, text: str) -> list[int]:
+        return [self.start, *self.tokenizer.encode(f"{role}\n{text}", add_special_tokens=False).ids]
+
+    def closed(self, role: str, text: str) -> list[int]:
+        return [*self.opened(role, text), *self.close]
+
+
 def chat(args) -> None:
     """A conversation at the terminal, or of the lines of standard input, by Olmo 3's template. The model's turn ends with
     its closing token."""
@@ -349,28 +375,18 @@ def chat(args) -> None:
     check_counts(args, "--tokens")
     opened = open_model(args.checkpoint, args.hardware, args.set)
     known = needed_tokenizer(args.tokenizer, opened)
-    tokenizer, (turn, turn_end) = known.tokenizer, map(known.tokenizer.token_to_id, (data.TURN, data.TURN_END))
-    if turn is None or turn_end is None:
-        raise NoTokenizer(
-            f"--chat: {known.path} knows no {data.TURN} and {data.TURN_END}; fix: a model tuned on conversations"
-        )
-    tokenizer.encode_special_tokens = True  # what a person types ends no turn
-
-    def said(role: str, text: str) -> list[int]:
-        return [turn, *tokenizer.encode(f"{role}\n{text}", add_special_tokens=False).ids]
-
-    newline, sampler = tokenizer.encode("\n", add_special_tokens=False).ids, Sampler(opened)
+    turns, sampler = Turns(known), Sampler(opened)
     inputs_are_checked()
-    ids = [] if not args.prompt else [*said("system", args.prompt), turn_end, *newline]
+    ids = turns.closed("system", args.prompt) if args.prompt else []
     while True:
         print("> " if sys.stdin.isatty() else "", end="", flush=True)
         if not (line := sys.stdin.readline()):
             return
-        ids += [*said("user", line.rstrip("\n")), turn_end, *newline, *said("assistant", "")]
-        ends = (*known.eos_ids, turn_end)
-        (answer,) = continuations(sampler, tokenizer, ends, [ids], args.tokens, args.stop, draw)
+        ids += [*turns.closed("user", line.rstrip("\n")), *turns.opened("assistant", "")]
+        ends = (*known.eos_ids, turns.end)
+        (answer,) = continuations(sampler, known.tokenizer, ends, [ids], args.tokens, args.stop, draw)
         print(answer.text, flush=True)
-        ids += [*answer.tokens, turn_end, *newline]
+        ids += [*answer.tokens, *turns.close]
 
 
 def add_model_flags(p: argparse.ArgumentParser) -> None:

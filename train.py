@@ -392,7 +392,9 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
     """
     # One divisor for the loss of the whole batch.
     S = config.data.sequence_length
-    labels = lax.psum(jnp.sum(batch["loss_mask"], dtype=jnp.int32), (*BATCH_AXES, "context"))  # [] stays []
+    # "counted" tells which labels there are where the loss mask holds weights (grpo.py).
+    counted = batch.get("counted", batch["loss_mask"])
+    labels = lax.psum(jnp.sum(counted, dtype=jnp.int32), (*BATCH_AXES, "context"))  # [] stays []
     filtered = lax.psum(jnp.sum(batch["filtered"], dtype=jnp.int32), BATCH_AXES)  # [] stays []
     # DIVERGENCE 7: one divisor for the whole batch. OLMo-core divides each rank's sum by that rank's own count and
     # averages. With filtered or padded instances the counts differ, and its loss depends on the number of ranks.
@@ -443,7 +445,7 @@ def gradients(params, batch, divisor, config: Config, execution: model.Execution
     def share(params, piece):
         # This device's disjoint share of the global loss: the same tokens lie on every device along tensor.
         total, per_token = model.token_loss(params, piece, config.loss.z_loss, config.model, execution)
-        mask = piece["loss_mask"]
+        mask = piece.get("counted", piece["loss_mask"])
         sums = jnp.stack([jnp.sum(jnp.where(mask, x, 0.0)) for x in per_token])  # CE, lse^2
         return total / divisor / tensor, sums / tensor
 

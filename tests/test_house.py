@@ -38,6 +38,8 @@ ALLOWED = {
     "hf_config": {"model", "config"},
     "convert": {"model", "attention", "data", "processes", "vocabulary", "config", "checkpoint", "hf_config"},
     "evaluate": {"model", "data", "processes", "vocabulary", "metrics", "config", "checkpoint", "heldout"},
+    "verifiers": set(),
+    "grpo": {"model", "data", "processes", "metrics", "config", "checkpoint", "sample", "train", "verifiers"},
     "compare": {"data", "processes", "metrics", "scalars"},
     "launch": {"data", "processes"},
 }

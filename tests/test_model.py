@@ -128,10 +128,10 @@ def run_logits(c, params, tokens, execution=DENSE, segments=None, shape=(1, 1, 1
 
 
 @cache
-def loss_function(c, execution, shape, documents):
+def loss_function(c, execution, shape, documents, z_loss=Z_LOSS):
     def body(params, batch, divisor):
         def share(params):
-            total, per_token = model.token_loss(params, batch, Z_LOSS, c, execution)
+            total, per_token = model.token_loss(params, batch, z_loss, c, execution)
             return total / divisor / lax.axis_size("tensor"), per_token.ce_N
 
         params, batch = model.vary(params), model.vary(batch)

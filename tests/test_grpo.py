@@ -1,0 +1,157 @@
+"""grpo.py: the gradient is the objective's, the sampler's log-probabilities are the model's, a resume is exact."""
+
+import json
+from dataclasses import replace
+
+import harness
+import jax
+import numpy as np
+import pytest
+import test_model
+import yaml
+from harness import use_devices
+
+import grpo
+import verifiers
+from checkpoint import read_meta
+
+SETTINGS = grpo.GrpoConfig("", "", "verifiers:exact", group=4, mini_batches=1, response_tokens=6, clip_low=0.2,
+                           clip_high=0.272, importance_cap=None, rounds=2)  # fmt: skip
+
+
+def test_advantages():
+    """A deviation that is divided by; rounding that makes a signal of equal rewards."""
+    found = grpo.advantages(np.array([[0.1, 0.1, 0.1], [0, 1, 0]]))
+    assert not found[0].any()
+    np.testing.assert_allclose(found[1], [-1 / 3, 2 / 3, -1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [None, 1.1])
+def test_the_gradient_is_that_of_the_objective(cap):
+    """The clip on the wrong side, a ratio or cap that is differentiated through, a weight of the next token: against
+    the objective written out in torch, on transformers' model, with old log-probabilities that are off."""
+    torch = pytest.importorskip("torch")
+    c = replace(test_model.CONFIG, yarn=None)
+    params, batch = test_model.random_params(c), test_model.random_batch(c, 16, 20)
+    rng = np.random.default_rng(3)
+    counted, advantage = batch["loss_mask"], rng.normal(size=(16, 1)).astype(np.float32)
+    hf = test_model.hf_model(c, params)
+    logits = hf(torch.from_numpy(batch["tokens"]).long()).logits
+    new = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(batch["labels"]).long()[..., None])[..., 0]
+    old = new.detach().numpy() + rng.normal(size=new.shape).astype(np.float32) * 0.4
+    sampler = old + rng.normal(size=new.shape).astype(np.float32) * 0.2
+    settings = replace(SETTINGS, importance_cap=cap)
+
+    rho, A = torch.exp(new - torch.from_numpy(old)), torch.from_numpy(advantage)
+    held = torch.clamp(rho, 1 - settings.clip_low, 1 + settings.clip_high)
+    objective = torch.minimum(rho * A, held * A)
+    if cap is not None:
+        objective = objective * torch.from_numpy(np.minimum(np.exp(old - sampler), cap))
+    mask = torch.from_numpy(counted)
+    (-(objective * mask).sum() / mask.sum()).backward()
+
+    weights, clipped = grpo.token_weights(new.detach().numpy(), old, sampler, advantage, counted, settings)
+    assert 0.1 < clipped.sum() / counted.sum() < 0.6
+    weighted = batch | {"loss_mask": weights}
+    function = test_model.loss_function(c, test_model.BLOCKWISE, (1, 1, 1, 1), False, 0.0)
+    _, _, grads = jax.tree.map(np.asarray, function(params, weighted, np.float32(counted.sum())))
+    theirs = {name: p.grad.numpy() for name, p in hf.named_parameters()}
+    for name, ours, transposed in test_model.hf_tensors(c, grads):
+        assert test_model.difference(ours, theirs[name].T if transposed else theirs[name]) < 2e-5, name
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A tiny model with a tokenizer, problems, and a recipe; grpo.main on one device."""
+    use_devices(monkeypatch, 1)
+    run = harness.text_checkpoint(tmp_path / "model")
+    recipe = harness.tiny_config(tmp_path)
+    recipe["model"] |= {"vocab_size": 600, "padded_vocab_size": 640, "n_kv_heads": 2, "init_std": 0.3}
+    recipe["data"] |= {"index": "", "sequence_length": 48, "global_batch": 8, "repetition_filter": False}
+    recipe["optim"]["peak_lr"] = 1e-3
+    recipe["schedule"] = [
+        {"until": None, "kind": "constant", "warmup_steps": 0, "total_steps": 9, "final_fraction": 1.0}
+    ]
+    recipe["loss"] = {"z_loss": 0.0, "filtered_in_divisor": False}
+    recipe["run"] |= {"name": "tiny_grpo", "steps": 4, "checkpoint_every": 2, "eval_index": None, "eval_every": 2}
+    problems = [{"prompt": f"{i} + {i} =", "answer": 2 * i} for i in range(9)]
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    recipe["grpo"] = {
+        "problems": str(tmp_path / "train.jsonl"), "heldout_problems": str(tmp_path / "heldout.jsonl"),
+        "verifier": "test_grpo:vowels", "group": 4, "mini_batches": 1, "response_tokens": 6, "clip_low": 0.2,
+        "clip_high": 0.272, "importance_cap": 2.0, "rounds": 2,
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    def call(name, *sets, expect=0):
+        words = ["--config", str(tmp_path / "recipe.yaml"), "--hardware", "cpu", "--init-from", str(run), "--run-dir",
+                 str(tmp_path / name), "--set", "compilation_cache=null"]  # fmt: skip
+        assert grpo.main([*words, *(w for s in sets for w in ("--set", s))]) == expect
+        return tmp_path / name
+
+    return call
+
+
+def vowels(problem: dict, completion: str) -> float:
+    """A reward that a model of random weights sometimes gets."""
+    return sum(letter in "aeiou" for letter in completion) / 10
+
+
+def constant(problem: dict, completion: str) -> float:
+    return 0.5
+
+
+def sums(run_dir, step: int) -> dict:
+    return read_meta(run_dir / "checkpoints" / str(step))["checksums"]
+
+
+@pytest.mark.parametrize("sets", [(), ("grpo.mini_batches=2", "data.global_batch=4")], ids=["one", "two mini-batches"])
+def test_a_resumed_run_is_the_same_to_the_bit(place, sets):
+    """Prompts, draws or counters that depend on what was run before; a sampler that draws from other probabilities than
+    those that are trained."""
+    straight = place("straight", *sets)
+    halves = place("halves", *sets, "run.steps=2")
+    assert sums(halves, 2) == sums(straight, 2)
+    place("halves", *sets)
+    assert sums(halves, 4) == sums(straight, 4) != sums(straight, 2)
+    rows = harness.rows(straight)
+    assert harness.rows(halves) == rows
+    steps = [r for r in rows if "grpo/reward" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4] and all(r["grpo/updates"] == 1 + len(sets) // 2 for r in steps)
+    assert max(r["grpo/sampler mismatch"] for r in steps) < 1e-4 and 0 < steps[0]["grpo/reward"] < 1
+    assert [r["step"] for r in rows if "eval/grpo/greedy reward" in r] == [0, 2, 4]
+    assert any(r["grpo/clipped share"] > 0 for r in steps) == bool(sets)  # with one mini-batch the ratio is 1
+
+
+def test_without_a_signal_nothing_changes(place):
+    """An optimizer step of zero gradients, which moves parameters by their moments and decay."""
+    run = place("run", "grpo.verifier=test_grpo:constant", "run.steps=2", "run.checkpoint_every=1")
+    assert sums(run, 1) == sums(run, 2)
+    steps = [r for r in harness.rows(run) if "grpo/reward" in r]
+    assert all(r["grpo/updates"] == 0 and r["grpo/groups without signal"] == 1 for r in steps)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.verifier=verifiers:nothing", "expected module:function, as verifiers:arithmetic"),
+        ("grpo.group=1", "grpo.group: got 1, expected 2 or more"),
+        ("grpo.group=3", "got 8 completions a step, expected groups of 3"),
+        ("loss.z_loss=1e-5", "loss.z_loss: expected 0"),
+        ("grpo.response_tokens=40", "got a prompt of"),
+        ("grpo.problems=nowhere.jsonl", "nowhere.jsonl: got no such file"),
+    ],
+)
+def test_bad_recipes(place, capsys, override, says):
+    place("run", override, expect=2)
+    assert says in capsys.readouterr().err
+
+
+def test_verifiers():
+    sum_ = {"prompt": "2 + 2 =", "answer": 4}
+    assert verifiers.exact(sum_, " 4\n") == 1 and verifiers.exact(sum_, "4.") == 0
+    assert verifiers.arithmetic(sum_, "2 + 2 is 4!") == 1 and verifiers.arithmetic(sum_, "4 or 5") == 0
+    assert verifiers.arithmetic(sum_, "none") == 0
+    code = {"prompt": "def f(x):\n"}
+    assert verifiers.parses_as_python(code, "    return x\n") == 1 and verifiers.parses_as_python(code, "return x") == 0
