@@ -385,7 +385,7 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
         )
         inputs_are_checked()
         policy = Policy(config, grpo, mesh, known.tokenizer, known.eos_ids[0])
-        log = MetricsLog(run_dir, start, run_dir)
+        log = MetricsLog(run_dir, start if restored else -1, run_dir)
 
         def evaluate(step: int) -> dict:
             found = accuracy(policy, params, problems["heldout"], prompts["heldout"], verify)
@@ -394,8 +394,9 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
                 f"{found['eval/grpo/sampled reward']:.4f} sampled")  # fmt: skip
             return found
 
-        if start == 0 and restored is None:
-            evaluate(0)
+        due = restored is None or start % config.run.eval_every == 0 or start == config.run.steps
+        if due and (restored is None or log.evaluated < start):  # a signal or a kill had come before it
+            evaluate(start)
         for step in range(start + 1, config.run.steps + 1):
             whole, said = rollout(policy, params, problems["train"], prompts["train"], verify, (config.run.seed, step))
             params, opt_state, numbers = update(policy, params, opt_state, whole, step, updates + 1)

@@ -1,6 +1,10 @@
 """grpo.py: the gradient is the objective's, the sampler's log-probabilities are the model's, a resume is exact."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import harness
@@ -9,7 +13,7 @@ import numpy as np
 import pytest
 import test_model
 import yaml
-from harness import use_devices
+from harness import REPO, use_devices
 
 import grpo
 import verifiers
@@ -60,8 +64,34 @@ def test_the_gradient_is_that_of_the_objective(cap):
         assert test_model.difference(ours, theirs[name].T if transposed else theirs[name]) < 2e-5, name
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2)], ids=str)
+def test_weights_on_every_mesh(shape):
+    """A weight that another device's token gets, or a negative one that is clamped on the way."""
+    c = test_model.CONFIG
+    params, batch = test_model.random_params(c), test_model.random_batch(c, 8, 20)
+    weights = np.random.default_rng(4).normal(size=(8, 20)).astype(np.float32) * batch["loss_mask"]
+    weighted = batch | {"loss_mask": weights}
+    found = [
+        jax.tree.map(
+            np.asarray,
+            test_model.loss_function(c, test_model.BLOCKWISE, s, False, 0.0)(params, weighted, np.float32(90)),
+        )
+        for s in ((1, 1, 1, 1), shape)
+    ]
+    (loss, _, grads), (loss2, _, grads2) = found
+    assert loss2 == pytest.approx(loss, rel=1e-5) and test_model.worst(grads2, grads)[0] < 3e-5
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Programs are compiled once for all tests."""
+    folder = tmp_path_factory.mktemp("xla")
+    with harness.compilation_cache(folder):
+        yield folder
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, cache):
     """A tiny model with a tokenizer, problems, and a recipe; grpo.main on one device."""
     use_devices(monkeypatch, 1)
     run = harness.text_checkpoint(tmp_path / "model")
@@ -84,12 +114,16 @@ def place(tmp_path, monkeypatch):
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
+    def words(name, *sets):
+        fixed = ["--config", str(tmp_path / "recipe.yaml"), "--hardware", "cpu", "--init-from", str(run), "--run-dir",
+                 str(tmp_path / name), "--set", f"compilation_cache={cache}"]  # fmt: skip
+        return [*fixed, *(w for s in sets for w in ("--set", s))]
+
     def call(name, *sets, expect=0):
-        words = ["--config", str(tmp_path / "recipe.yaml"), "--hardware", "cpu", "--init-from", str(run), "--run-dir",
-                 str(tmp_path / name), "--set", "compilation_cache=null"]  # fmt: skip
-        assert grpo.main([*words, *(w for s in sets for w in ("--set", s))]) == expect
+        assert grpo.main(words(name, *sets)) == expect
         return tmp_path / name
 
+    call.words = words
     return call
 
 
@@ -122,6 +156,28 @@ def test_a_resumed_run_is_the_same_to_the_bit(place, sets):
     assert max(r["grpo/sampler mismatch"] for r in steps) < 1e-4 and 0 < steps[0]["grpo/reward"] < 1
     assert [r["step"] for r in rows if "eval/grpo/greedy reward" in r] == [0, 2, 4]
     assert any(r["grpo/clipped share"] > 0 for r in steps) == bool(sets)  # with one mini-batch the ratio is 1
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_stopped_and_started_again(place, tmp_path, sent, code):
+    """Law 2 for GRPO: what a kill -9 between two saves loses, what a metrics file holds twice, an evaluation that a
+    signal has cut off."""
+    straight = place("straight")
+    words = place.words("killed", "run.log_every=1")
+    path = os.pathsep.join(str(REPO / folder) for folder in (".", "tests", "tools", "bench"))  # of the verifier
+    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    process = subprocess.Popen(
+        [sys.executable, str(REPO / "grpo.py"), *words], env=env, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:  # step 3 is done, the save of step 2 is complete or not
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(sent)
+    process.communicate()
+    assert process.returncode == code
+    place("killed")
+    assert sums(tmp_path / "killed", 4) == sums(straight, 4)
+    assert harness.rows(tmp_path / "killed") == harness.rows(straight)
 
 
 def test_without_a_signal_nothing_changes(place):
