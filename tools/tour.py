@@ -34,7 +34,7 @@ import data  # noqa: E402
 import model  # noqa: E402
 import optim  # noqa: E402
 from config import BATCH_AXES, load_config  # noqa: E402
-from processes import HERE, run_command  # noqa: E402
+from processes import HERE, run_command, sole_writer  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -378,9 +378,10 @@ def tour(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: got a file, expected a folder; fix: another --out")
     out.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES.items():
-        draw(out / f"{name}.png")
-        print(out / f"{name}.png")
+    with sole_writer(out):
+        for name, draw in PICTURES.items():
+            draw(out / f"{name}.png")
+            print(out / f"{name}.png")
 
 
 def parse_args(arguments=None) -> argparse.Namespace:
