@@ -4,11 +4,12 @@
 
 The batch is a pure function. With N instances of S tokens and a global batch of B rows, usable U = (N // B) * B:
 
-    global position  p = instances trained on before this row    (row r of the batch that starts at p is p + r)
+    global position  p = instances trained on before this row    (row r of a batch that starts at P has p = P + r)
     epoch            e = p // U + 1                              (the last N mod B positions of an epoch are dropped)
     instance         i = order(e)[p % U]                         (order: a permutation of 0..N-1, from seed and e)
 
-so it depends on index, order, seed, B and position alone: not on hosts, workers, prefetch, history or restarts.
+so its tokens depend on index, order, seed, B and position alone: not on hosts, workers, prefetch, history or restarts.
+Which labels count depends on the switches of DataConfig besides. With N 10 and B 4: U 8, and p 9 is in epoch 2, place 1.
 
 Token file   headerless little-endian uint32 (uint16 if the index says so); called .npy, as Ai2's are, in name only.
              One document after another, an EOS token after each. No BOS; padding only where tools/pack.py put it.
@@ -167,7 +168,8 @@ class Index:
 
 
 def fingerprint(sequence_length: int, dtype: str, tokenizer: str, vocab_size: int, files: Sequence[TokenFile]) -> str:
-    """sha256 over everything that decides which tokens an instance holds. It does not depend on where the files are."""
+    """sha256 over what decides which tokens an instance holds: names, sizes and the first and last 4 KiB of the files. It
+    does not depend on the folder that they lie in. EOS and padding stand beside it in a checkpoint's meta."""
     rows = [[f.label, f.path, f.bytes, f.edge_hash, *([f.mask_hash] if f.mask_hash else [])] for f in files]
     content = json.dumps([sequence_length, dtype, tokenizer, vocab_size, rows], separators=(",", ":"))
     return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
@@ -521,7 +523,8 @@ class BatchSource:
         """int64 [rows]: the global instance ids in this host's rows of the batch that starts at `position`."""
         assert position >= 0
         # DIVERGENCE 8: after a change of the batch size the position stays where it was, in instances. OLMo-core counts
-        # batches of the new size and rounds down, which trains up to one batch twice.
+        # batches of the new size and rounds down, which trains up to one batch twice. U follows B, so that only in the
+        # first epoch the place stays, too: later a change is refused (checkpoint.py:check_same_data).
         # The position alone decides: a restart in epoch 3 needs nothing of what epochs 1 and 2 have read.
         positions = position + self.rows
         instances = np.empty(len(positions), np.int64)

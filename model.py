@@ -9,8 +9,9 @@ untied, and nothing has a bias. The loss is cross-entropy + z_loss * logsumexp^2
 Everything below `PARAMETERS` runs inside `jax.shard_map`: arrays are local blocks and every collective is written
 out, one per line. How gradients stay right is told at `vary`. The file imports no sibling and can be copied.
 
-A training step on two devices along tensor, with optim.py beside this file (JAX_NUM_CPU_DEVICES=2 on a CPU). Without
-either division the gradients are wrong, and the loss that is logged may not tell:
+A training step on two devices along tensor, with optim.py beside this file (JAX_NUM_CPU_DEVICES=2 on a CPU). Without the
+division by tensor's size the gradients are wrong, and the loss that is logged may not tell. Over context shards the labels
+must be made of the whole sequence:
 
     import jax, jax.numpy as jnp, model, optim, optax
     from jax import lax
@@ -54,7 +55,8 @@ Dimensions, used as shape suffixes (`x_ND`) and, in lower case, in einsum string
     B sequences    S query positions   T key positions   N = B*S tokens   C tokens of one loss chunk
     D width        H query heads       G key/value heads   K head dimension   R = H/G   A = H*K   E = G*K
     F feed-forward width   V vocabulary   L layers
-A cycle is one pass through the pattern of layers (sssf); a slot is a layer's place in it, 0 to 3.
+A cycle is one pass through the pattern of layers (sssf); a slot is a layer's place in it, 0 to 3. Sizes in suffixes and
+bodies are one device's; only a line that begins with "local:" tells how they come from the whole batch's.
 """
 
 import math
@@ -135,7 +137,8 @@ class Execution:
     """How the maths is carried out on a machine. Nothing here may change a result beyond floating-point order."""
 
     attention: Callable  # (q, k, v, where, slot) -> heads_out: dense_attention, or a faster one of attention.py
-    remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None: all, but no gathered weight
+    remat: tuple[str, ...] | None  # names of activations saved for the backward pass; None ("all" in a file): all of
+    # them, but over fsdp no gathered weight
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
     key_multiple: int = 1  # the attention wants a number of keys divisible by this; Splash: 128
@@ -253,7 +256,11 @@ def vary(x):
 
 
 def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig) -> dict[str, jax.Array]:
-    """Sum each gradient over the axes along which its tensor is replicated (its spec lacks them)."""
+    """Sum each gradient over the axes along which its tensor is replicated (its spec lacks them).
+
+    Over fsdp a matrix's gradient was summed before, by the reduce-scatter of gather_weight or cross_entropy. Along tensor a
+    device has its own part of a sharded tensor, and nothing to add up.
+    """
     missing = {name: tuple(a for a in AXES if a not in t.spec) for name, t in ledger(config).items()}
     return {name: lax.psum(grads[name], axes) for name, axes in missing.items()}
 
@@ -477,7 +484,8 @@ def attention_block(x_ND, w, rope, where: Where, config: ModelConfig, execution:
         q, k, v = (x.reshape(-1, S, x.shape[-1] // config.head_dim, config.head_dim) for x in (q_NA, k_NE, v_NE))
         # The scale of the scores goes into the one rounding that RoPE's result has anyway.
         scale = config.head_dim**-0.5
-        q, k = apply_rope(q, *(scale * x for x in rope)), apply_rope(k, *rope)
+        cos, sin = rope
+        q, k = apply_rope(q, scale * cos, scale * sin), apply_rope(k, cos, sin)  # queries alone are scaled
         heads_NA = attention(q, k, v, where, execution, slot).reshape(q_NA.shape)
         out_ND = jnp.einsum("na,da->nd", heads_NA, w["wo"])
         return save_as("attn_out", slot, vary(lax.psum(out_ND, "tensor")))  # heads summed; [N, D] stays [N, D]
@@ -659,7 +667,7 @@ def cross_entropy(x_ND, lm_head, labels_N, mask_N, z_loss: float, config: ModelC
     return loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate=False)[0]
 
 
-def loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate: bool = True):
+def loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate: bool):
     """(what `cross_entropy` returns, (dx [N, D], dW fp32 [V/tensor, D]) of the sum, or Nones)."""
     head_VD = gather_head(lm_head, config)
 
@@ -694,14 +702,19 @@ def loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, diffe
 
 def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
     dx_ND, dhead_VD = residuals
-    # Every device along tensor holds the same sum and passes on its share of the gradient.
+    # Every device along tensor holds the same sum, and the caller has given each 1/tensor of its gradient: psum restores
+    # it. dx is this device's part, from its rows of the vocabulary; the psum in front of it, backward, adds the parts up.
     g = lax.psum(cotangents[0], "tensor")
     dhead_VD = (g * dhead_VD).astype(config.grad_reduce_dtype)
     dhead_VD = lax.psum_scatter(dhead_VD, "fsdp", scatter_dimension=1, tiled=True)  # [V, D] -> [V, D/fsdp], summed
     return vary(((g * dx_ND).astype(dx_ND.dtype), dhead_VD.astype(jnp.float32), None, None))
 
 
-cross_entropy.defvjp(loss_by_chunks, _cross_entropy_bwd)
+def _cross_entropy_fwd(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk):
+    return loss_by_chunks(x_ND, lm_head, labels_N, mask_N, z_loss, config, chunk, differentiate=True)
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Execution):

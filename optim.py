@@ -8,12 +8,13 @@ One update, number s (1-based), with f = 0 when the step is skipped and f = 1 ot
     v <- v (1 - f (1-beta2)) + g^2 f (1-beta2)
     p <- p - f lr(s)/(1 - beta1^t) * m / (sqrt(v)/sqrt(1 - beta2^t) + eps)        t = updates applied, this one included
 
-    f = 1  if  loss - mean(losses) <= sigma std(losses)  and  grad_norm - mean(grad_norms) <= sigma std(grad_norms)
+    f = 1  if  loss and grad_norm are finite
+           and loss - mean(losses) <= sigma std(losses)  and  grad_norm - mean(grad_norms) <= sigma std(grad_norms)
 
 The means and unbiased standard deviations run over the last `skip_window` values, without the current one; until
 max(2, skip_window // 2) values are there (with the current one) nothing is skipped. `loss` is the cross-entropy
 WITHOUT z-loss, `grad_norm` the global norm BEFORE clipping. A skipped step leaves parameters, moments and t alone; the
-step number, and with it the learning rate and the data, goes on. Skipped values do enter the window.
+step number, and with it the learning rate and the data, goes on. Skipped values enter the window if they are finite.
 
 Sources: OLMo-core optim/adamw.py:foreach_adamw_step, optim/skip_step_optimizer.py:SkipStepOptimizer and
 optim/scheduler.py:{CosWithWarmup,HalfCosWithWarmup,LinearWithWarmup,ConstantWithWarmup}.
@@ -177,7 +178,7 @@ def is_spike(window, recorded, value, sigma: float):
     squares = jnp.where(valid, jnp.square(offset - mean), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / jnp.maximum(recorded - 1, 1))
     within = value - (window[-1] + mean) <= sigma * std
-    # One value has no unbiased deviation: torch gives NaN and the comparison fails. Windows below 6 only (step 2).
+    # One value has no unbiased deviation. torch gives NaN, and NaN is not <=: windows below 6 always skip step 2.
     within &= recorded >= 2
     active = recorded + 1 >= max(2, n // 2)
     return active & ~within
@@ -296,7 +297,7 @@ def skip_step_adamw(
             new_p, new_m, new_v = adamw_leaf(config, decay, p, g * clip, m, v, lr, correction1, correction2)
             # Selected, never multiplied: 0 * NaN is NaN. x + (-0.0) has the bits of x also for x = -0.0, which
             # x + 0.0 has not (subnormals apart, which XLA may flush in any addition). A step that is taken
-            # ends at p + (new_p - p). That is new_p, or one ulp beside it where they differ by a factor above two.
+            # ends at p + (new_p - p), which is new_p but for half an ulp of the larger of p and new_p - p.
             step_p = jnp.where(skip, -0.0, new_p - p)
             return step_p, jnp.where(skip, m, new_m), jnp.where(skip, v, new_v)
 

@@ -5,7 +5,8 @@
 
 A run is a pure function of its science config (configs/*.yaml) and its data. The hardware file (configs/hardware/*.yaml)
 only says how it is computed. Starting in a run directory that holds checkpoints resumes it. Directory checkpoints/N
-holds the state after N completed updates; metrics and evaluations of all steps up to N are on disk before its save begins.
+holds the state after N completed updates. Metrics and evaluations up to N are on disk before its save begins; an evaluation
+that a signal cuts off is computed at the next start.
 
 Exit codes: 0 done; 1 failed; 2 wrong usage, config or data; 143 preempted (SIGTERM; state saved); 130 interrupted.
 Read before: model.py (what is computed), optim.py (the update), data.py (which tokens).
@@ -180,8 +181,10 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
             due = step > 0 and (step % config.run.eval_every == 0 or step == last_step)
             return due and held_out is not None
 
-        if on_process_0(evaluation_is_due(start) and log.evaluated < start):
-            evaluate(start)  # a signal or a kill had interrupted it
+        # A signal or a kill had cut off the evaluation of the step that is restored. If one does so again, nothing is lost.
+        if on_process_0(evaluation_is_due(start) and log.evaluated < start) and not evaluate(start):
+            say(f"stopped by a signal: step {start} is saved in {checkpoints.folder / str(start)}")
+            return stop.code
         alive.now("compiling the training step", busy=True)
         for step in range(start + 1, last_step + 1):
             # Load this process's rows of the batch, which depends on the position alone, and look at their tokens.
@@ -193,17 +196,19 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
                 say(message)
             inputs_are_checked()  # a launcher does not try again what fails before the first step
 
-            # Step: the call returns before the device has computed anything.
+            # Step: the call returns before the device has computed anything. `instance` stays on the host, and so do
+            # segment ids without data.document_mask.
             on_device = to_device(batch, mesh, config, B)
             params, opt_state, numbers = step_fn(state.params, state.opt_state, on_device, np.int32(step))
             state = State(params, opt_state, step, state.instances_seen + B)
             if step == start + 1:
                 alive.now(f"training from step {step} on")
 
-            # Log the step before, while this one is computed.
+            # Log the step before, while this one is computed. Ends the run after optim.max_nonfinite_steps, before a save.
             step_log.put(step, state.instances_seen, numbers, loading)
 
-            # Evaluate, before the save, so that a checkpoint is never ahead of its evaluation.
+            # Evaluate, before the save, so that a checkpoint is ahead of its evaluation only where a signal came between.
+            # Several processes agree on a signal in `requested`; until then none of them leaves an evaluation.
             leave = stop.requested(step)
             if evaluation_is_due(step) and not leave:
                 step_log.flush()
@@ -230,6 +235,7 @@ def train(config: Config, run_dir: Path, args: argparse.Namespace) -> int:
         log.sync()
         progress.close()
         if speaks():
+            # With several processes there is no `sample`: one alone could not compute it.
             text, of = sample and sample(state.params), held_out and held_out.of[0]
             summary = summarise(run_dir, state, config, of, step_log.seconds_a_step, text)
             if summary["curves"]:
@@ -422,7 +428,7 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
     broken = ~jnp.isfinite(squares)
     metrics = {
         "ce": ce,
-        "z_unscaled": z_unscaled,
+        "z_unscaled": z_unscaled,  # the mean of lse^2, before z_loss
         "grad_norm": grad_norm,
         "lr": optim.learning_rate(config.optim, config.schedule, step),
         "skipped": opt_state.skipped,
@@ -435,7 +441,8 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
 
 
 def gradients(params, batch, divisor, config: Config, execution: model.Execution, microbatch: int):
-    """Gradients of (sum of CE + z_loss lse^2) / divisor, summed over the mesh, and this device's sums of CE and lse^2.
+    """Gradients of (sum of CE + z_loss lse^2) / divisor, summed over the mesh, and this device's share of the sums of CE
+    and lse^2, which add up over the mesh.
 
     local: batch [B/(data*fsdp), S/context]; micro-batches of so many rows are accumulated in fp32.
     """

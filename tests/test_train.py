@@ -115,6 +115,7 @@ def test_signals_save_the_last_finished_step(house, straight, tmp_path):
         (("step", 1, term), 143, {"1"}),  # before the first step is compiled
         (("step", 5, term, term), 143, {"1", "4", "5"}),
         (("evaluation batch", 1, term), 143, {"1", "4", "5", "6"}),  # of two batches
+        (("evaluation batch", 1, term), 143, {"1", "4", "5", "6"}),  # and again, in the one that makes up for it
         (("step", 9, interrupt), 130, {"1", "4", "5", "6", "8", "9"}),
     ]
     for hook, code, saved in plan:
