@@ -171,7 +171,7 @@ def test_bytes_of_tokens(tokenizer):
         (quick_start(pre_tokenizer=pre_tokenizers.Digits()), "no byte-level BPE"),
         (edited("model", "vocab", value=lambda words: {"zz" if w == "Ā" else w: i for w, i in words.items()}),
          "1 of the 256 bytes are no tokens"),
-        (edited("added_tokens", 2, value=lambda token: token | {"lstrip": True}), "takes the spaces beside it"),
+        (edited("added_tokens", 4, value=lambda token: token | {"lstrip": True}), "takes the spaces beside it"),
     ],
 )  # fmt: skip
 def test_tokenizers_that_do_not_keep_the_bytes(tokenizer, fault):
