@@ -301,7 +301,8 @@ def landmarks(runs: list[Run], width: int) -> list[int]:
 def curves(args: argparse.Namespace) -> dict:
     """Training and held-out loss of two or more runs, and the difference of each to the last one named.
 
-    By bins of steps (--bin) and at landmarks; a table and a picture. A step at which one run's loss is not a number counts in no run that it is compared with."""
+    By bins of steps (--bin) and at landmarks; a table and a picture. A step at which one run's loss is not a number counts
+    in no run that it is compared with."""
     runs = read_runs(args)
     *others, base = runs
     width = bin_width(runs, args.bin)
@@ -418,7 +419,11 @@ def what_differs(runs: list[Run]) -> dict[str, str]:
     configs = {}
     for r in runs:
         path = Path(r.source).parent / "config.yaml"
-        science = read_yaml(path) if path.is_file() else {}
+        try:
+            science = read_yaml(path) if path.is_file() else {}
+        except ValueError as e:  # a legend is not worth the comparison
+            print(f"{e}: left out of the legend", file=sys.stderr)
+            science = {}
         science = {section: keys for section, keys in science.items() if section != "hardware"}
         configs[r.name] = {key: x for key, x in flatten(science).items() if key != "run.name"}
     known = [c for c in configs.values() if c]
@@ -613,7 +618,8 @@ def print_verdict(r: dict) -> None:
         print(f"equal: training loss of {a} and {b} is the same at all {points:,} steps, and so is held-out loss of {n} "
               f"set{'s'[:n > 1]}")  # fmt: skip
     elif not r["fires"]:
-        print(f"within noise: training and held-out loss tell the same in {r['bins_judged']} bins of {r['bin']:,} steps: {a} - {b} is "
+        bins = f"{r['bins_judged']} bins of {r['bin']:,} steps"
+        print(f"within noise: training and held-out loss tell the same in {bins}: {a} - {b} is "
               f"{r['mean']['training']:+.4f} and {r['mean']['heldout']:+.4f} on average")  # fmt: skip
     else:
         print(

@@ -219,12 +219,12 @@ def survey(where: str | Path, itemsize: int, read_edges: Callable = read_edges) 
     return fault and f"{where}: got {fault}", size, hashlib.sha256(head + tail).hexdigest()
 
 
-def mask_path(path: Path) -> Path:
+def mask_path(path: Path | PurePosixPath):
     """Where the label mask of a token file lies: token_ids_part_0000.npy -> labels_mask_part_0000.npy beside it."""
     return path.with_name("labels_mask_" + path.name.removeprefix("token_ids_"))
 
 
-def survey_mask(path: Path, tokens: int, read_edges: Callable = read_edges) -> tuple[str | None, str]:
+def survey_mask(path: Path, tokens: int) -> tuple[str | None, str]:
     """Why a label mask is none of so many tokens (None if it is), and the sha256 of its first and last 4 KiB."""
     size, head, tail = read_edges(path)
     fault = None
@@ -251,25 +251,29 @@ def build_index(
     pad_id: int | None = None,
     dtype: str = "uint32",
     names: Sequence[str] | None = None,
-    read_edges: Callable = read_edges,
+    read_edges: Callable | None = None,
 ) -> Index:
     """An index of (label, path) pairs, in the order given. `root` is the folder that its paths will be relative to.
     For files on a server, `names` are those paths and `read_edges` reads the files. One error names all bad files."""
     itemsize, files = np.dtype(dtype).itemsize, list(files)
     names = [relative_name(path, root) for _, path in files] if names is None else names
     # All files are looked at before the first fault is raised: a list of 12,000 is mended once, not file by file.
-    surveyed = list(in_parallel(lambda file: survey(file[1], itemsize, read_edges), files, "index"))
+
+    def look(file: tuple) -> tuple[str | None, int, str, str | None]:
+        if read_edges is not None:  # on a server, where no mask is looked for
+            return *survey(file[1], itemsize, read_edges), None
+        fault, size, edges = survey(file[1], itemsize)
+        mask, of_mask = mask_path(local_path(file[1])), None
+        if not fault and mask.is_file():  # what lies beside a token file belongs to it
+            fault, of_mask = survey_mask(mask, size // itemsize)
+        return fault, size, edges, of_mask
+
+    surveyed = list(in_parallel(look, files, "index"))
     if faults := [fault for fault, *_ in surveyed if fault]:
-        raise DataError("\n".join(faults))
-    # A mask that lies beside a token file belongs to it. Files on a server have none here.
-    beside = [mask_path(local_path(path)) if read_edges is globals()["read_edges"] else None for _, path in files]
-    masks = [survey_mask(mask, size // itemsize) if mask and mask.is_file() else (None, None)
-             for mask, (_, size, _) in zip(beside, surveyed, strict=True)]  # fmt: skip
-    if faults := [fault for fault, _ in masks if fault]:
         raise DataError("\n".join(faults))
     entries = tuple(
         TokenFile(name, label, size, size // itemsize // sequence_length, edges, mask)
-        for (label, _), name, (_, size, edges), (_, mask) in zip(files, names, surveyed, masks, strict=True)
+        for (label, _), name, (_, size, edges, mask) in zip(files, names, surveyed, strict=True)
     )
     identity = (sequence_length, dtype, tokenizer, vocab_size)
     return Index(INDEX_VERSION, *identity, eos_id, pad_id, entries, fingerprint(*identity, entries))
@@ -345,13 +349,20 @@ def file_fault(path: Path, file: TokenFile, itemsize: int, read: bool = True) ->
     fault, _, edges = survey(path, itemsize) if read else (None, size, file.edge_hash)
     if edges != file.edge_hash:
         return f"{path}: got other first or last 4 KiB than the index says; fix: copy the file again, or index again"
-    if file.mask_hash is not None and read and not fault:
-        try:
-            fault, edges = survey_mask(mask := mask_path(path), size // itemsize)
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{mask_path(path)}: got no such file (missing), expected a label mask; fix: fetch it"
-        if not fault and edges != file.mask_hash:
-            return f"{mask}: got other first or last 4 KiB than the index says; fix: copy it again, or index again"
+    return fault or (mask_fault(mask_path(path), file, size // itemsize, read) if file.mask_hash else None)
+
+
+def mask_fault(mask: Path, file: TokenFile, tokens: int, read: bool) -> str | None:
+    """How the label mask beside a token file differs from the index entry, or None."""
+    try:
+        if not read:
+            size = patiently(mask.stat, mask).st_size
+            return None if size == tokens else f"{mask}: got {size} bytes, expected one for each of {tokens} tokens"
+        fault, edges = survey_mask(mask, tokens)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{mask}: got no such file (missing), expected a label mask; fix: fetch it"
+    if not fault and edges != file.mask_hash:
+        return f"{mask}: got other first or last 4 KiB than the index says; fix: copy it again, or index again"
     return fault
 
 
@@ -497,7 +508,7 @@ class BatchSource:
     root: Path  # folder that the index's paths start in
     order_dir: str | os.PathLike | None
     rows: np.ndarray  # this host's rows of the global batch
-    states: dict[str, tuple[int, int]]  # of each path when the run opened it: size, time of modification in ns
+    states: dict[str, tuple[int, int]]  # of each path, masks too, when the run opened it: size, modified at (ns)
 
     def __post_init__(self):
         self.instances = self.index.instances
@@ -548,18 +559,7 @@ class BatchSource:
         """uint [S]: the tokens of an instance, checked."""
         file, offset = self.locate(instance)
         path, S, itemsize = self.root / file.path, self.index.sequence_length, self._dtype.itemsize
-
-        # Plain reads. Under a memory map a file that is truncated kills the process with SIGBUS, and a thousand maps
-        # hold a thousand file descriptors.
-        def read() -> tuple[bytes, tuple[int, int]]:
-            with open(path, "rb", buffering=0) as f:
-                content, status = read_at(f.fileno(), offset * itemsize, S * itemsize), os.fstat(f.fileno())
-                return content, (status.st_size, status.st_mtime_ns)
-
-        # A file is compared with the index at its first read, and again whenever it has changed since.
-        content, state = patiently(read, path)
-        if file.path not in self._checked_files or state != self.states[file.path]:
-            self._check(path, file, state)
+        content = self._bytes(file, file.path, offset * itemsize, S * itemsize)
         if len(content) != S * itemsize:
             got = f"{len(content) // itemsize} tokens at offset {offset}"
             raise DataError(f"{path}: got {got}, expected {S}; fix: it was truncated")
@@ -571,31 +571,46 @@ class BatchSource:
         return tokens
 
     def read_mask(self, instance: int) -> np.ndarray:
-        """bool [S]: which tokens of an instance are learnt. `read` has compared the file with the index."""
+        """bool [S]: which tokens of an instance are learnt, checked; all of them where a file has no mask."""
         (file, offset), S = self.locate(instance), self.index.sequence_length
         if file.mask_hash is None:
             return np.ones(S, bool)
-        path = mask_path(self.root / file.path)
-
-        def read() -> bytes:
-            with open(path, "rb", buffering=0) as f:
-                return read_at(f.fileno(), offset, S)
-
-        content = np.frombuffer(patiently(read, path), np.uint8)
+        name = str(mask_path(PurePosixPath(file.path)))
+        content = np.frombuffer(self._bytes(file, name, offset, S), np.uint8)
         if len(content) != S or content.max() > 1:
-            raise DataError(f"{path}: byte {offset}: got {len(content)} bytes, the largest {content.max(initial=0)}, expected "
-                            f"{S} of 0 and 1; fix: write it again, and index again")  # fmt: skip
+            got = f"{len(content)} bytes, the largest {content.max(initial=0)}"
+            raise DataError(
+                f"{self.root / name}: byte {offset}: got {got}, expected {S} of 0 and 1; fix: write it again"
+            )
         return content.astype(bool)
 
-    def _check(self, path: Path, file: TokenFile, state: tuple[int, int]) -> None:
+    def _bytes(self, file: TokenFile, name: str, start: int, count: int) -> bytes:
+        """Of a token file, or of its mask. Both are compared with the index at the first read, and again whenever they have
+        changed since."""
+        path = self.root / name
+
+        # Plain reads. Under a memory map a file that is truncated kills the process with SIGBUS, and a thousand maps
+        # hold a thousand file descriptors.
+        def read() -> tuple[bytes, tuple[int, int]]:
+            with open(path, "rb", buffering=0) as f:
+                content, status = read_at(f.fileno(), start, count), os.fstat(f.fileno())
+                return content, (status.st_size, status.st_mtime_ns)
+
+        content, state = patiently(read, path)
+        if name not in self._checked_files or state != self.states[name]:
+            self._check(file, name, state)
+        return content
+
+    def _check(self, file: TokenFile, name: str, state: tuple[int, int]) -> None:
         """Compares a file with the index, at its first read and when it is not what it was when the run began. A time of
         modification alone, which a copy of the same file changes, ends no run."""
-        if fault := file_fault(path, file, self._dtype.itemsize):
+        if fault := file_fault(self.root / file.path, file, self._dtype.itemsize):
             raise DataError(fault)
-        if state != self.states[file.path]:
-            warn(f"{path}: was written to since this run began; size and first and last 4 KiB are as indexed: going on")
-            self.states[file.path] = state
-        self._checked_files.add(file.path)
+        if state != self.states[name]:
+            path, kept = self.root / name, "size and first and last 4 KiB are as indexed"
+            warn(f"{path}: was written to since this run began; {kept}: going on")
+            self.states[name] = state
+        self._checked_files.add(name)
 
 
 def open_data(
@@ -628,16 +643,18 @@ def open_data(
     root = path.parent if data_root is None else local_path(data_root)
 
     # Sizes only: 4 TB in thousands of files start in seconds. Contents are compared at the first read of each file.
-    def look(file: TokenFile) -> tuple[str | None, int]:
-        path = root / file.path
-        fault = file_fault(path, file, index.itemsize, read=False)
-        return fault, None if fault else patiently(path.stat, path).st_mtime_ns
+    def look(file: TokenFile) -> tuple[str | None, dict]:
+        names = [file.path, *([str(mask_path(PurePosixPath(file.path)))] if file.mask_hash else [])]
+        if fault := file_fault(root / file.path, file, index.itemsize, read=False):
+            return fault, {}
+        there = {name: patiently((root / name).stat, root / name) for name in names}
+        return None, {name: (status.st_size, status.st_mtime_ns) for name, status in there.items()}
 
     looks = list(in_parallel(look, index.files, "open"))
     if faults := [fault for fault, _ in looks if fault]:
         more = f"; {len(faults) - 1} more files are bad: python data.py verify lists them" if len(faults) > 1 else ""
         raise DataError(faults[0] + more)
-    states = {file.path: (file.bytes, modified) for file, (_, modified) in zip(index.files, looks, strict=True)}
+    states = {name: state for _, of_file in looks for name, state in of_file.items()}
     return BatchSource(index, path, config, root, order_dir, rows, states)
 
 

@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,16 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 import train
-from checkpoint import FORMAT_VERSION, Checkpoints, Opened, checksums, find_checkpoint, read_meta, reading
+from checkpoint import (
+    FORMAT_VERSION,
+    Checkpoints,
+    Opened,
+    checksums,
+    differences,
+    find_checkpoint,
+    read_meta,
+    reading,
+)
 from config import (
     BATCH_AXES,
     Config,
@@ -59,10 +69,10 @@ from config import (
 from metrics import MetricsLog
 from processes import (
     HERE,
+    RunFailed,
     Stop,
     add_json,
     find_config,
-    flatten,
     inputs_are_checked,
     outline,
     parse_override,
@@ -73,7 +83,8 @@ from processes import (
     sole_writer,
     write_yaml,
 )
-from sample import Draw, Sampler, Turns, needed_tokenizer
+from sample import Draw, Sampler, needed_tokenizer
+from vocabulary import Turns
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,6 @@ def token_weights(new, old, sampler, advantage, counted, c: GrpoConfig) -> tuple
 class Rollout(NamedTuple):
     """Completions of some prompts, each row a prompt and one completion."""
 
-    problem: np.ndarray  # [B] its number
     prompts: list[list[int]]
     completions: list[list[int]]  # with their EOS, if they came to it
     log_probs: list[list[float]]  # of the sampler, for each token of a completion
@@ -135,7 +145,7 @@ class Rollout(NamedTuple):
 
     def take(self, rows) -> "Rollout":
         lists = ([x[i] for i in rows] for x in (self.prompts, self.completions, self.log_probs))
-        return Rollout(self.problem[rows], *lists, self.rewards[rows])
+        return Rollout(*lists, self.rewards[rows])
 
     def batch(self, S: int, advantage_B: np.ndarray) -> dict[str, np.ndarray]:
         """What the training step reads, [B, S]: the label of a position is the token after it."""
@@ -217,38 +227,36 @@ def log_probs(params, batch, config: Config, execution: model.Execution, microba
 # --- one step
 
 
-def rollout(policy: Policy, params, problems: list[dict], prompts: list[list[int]], verify: Callable, seed) -> Rollout:
-    """Groups of completions for so many prompts, in several rounds: groups without a signal are replaced."""
-    c, P_ = policy.grpo, policy.config.data.global_batch * policy.grpo.mini_batches // policy.grpo.group
-    kept, drawn, without = [], 0, 0
+def rollout(policy: Policy, params, problems: list[dict], prompts: list[list[int]], verify: Callable, seed):
+    """(groups of completions for as many prompts as a step takes, what to log of them). In several rounds: groups
+    without a signal are replaced."""
+    c = policy.grpo
+    wanted = policy.config.data.global_batch * c.mini_batches // c.group
+    with_signal, without, drawn = [], [], []
     for number in range(c.rounds):
         rng = np.random.default_rng([*seed, number])
-        chosen = rng.choice(len(problems), P_, replace=len(problems) < P_)
-        rows = np.repeat(chosen, c.group)
+        rows = np.repeat(rng.choice(len(problems), wanted, replace=len(problems) < wanted), c.group)
         draw = Draw(temperature=1.0, seed=int(rng.integers(2**32)))
-        completions, scores = policy.complete(params, [prompts[i] for i in rows], draw)
+        asked = [prompts[i] for i in rows]
+        completions, scores = policy.complete(params, asked, draw)
         rewards = np.array([verify(problems[i], policy.text(x)) for i, x in zip(rows, completions, strict=True)])
-        found = Rollout(rows, [prompts[i] for i in rows], completions, scores, rewards)
-        signal = (advantages(rewards.reshape(P_, c.group)) != 0).any(axis=1)
-        drawn, without = drawn + P_, without + int((~signal).sum())
-        kept += [found.take(range(g * c.group, (g + 1) * c.group)) for g in np.flatnonzero(signal)]
-        if number == 0:
-            first = found
-        if len(kept) >= P_:
+        drawn.append(Rollout(asked, completions, scores, rewards))
+        for group in np.split(np.arange(len(rows)), wanted):
+            (with_signal if np.ptp(rewards[group]) else without).append(drawn[-1].take(group))
+        if len(with_signal) >= wanted:
             break
-    # What is missing are groups without a signal: their weights are 0.
-    kept += [first.take(range(g * c.group, (g + 1) * c.group)) for g in range(P_)][: max(0, P_ - len(kept))]
-    together = [sum((list(getattr(r, name)) for r in kept[:P_]), []) for name in Rollout._fields[1:4]]
-    rewards = np.concatenate([r.rewards for r in kept[:P_]])
-    whole = Rollout(np.concatenate([r.problem for r in kept[:P_]]), *together, rewards)
-    said = {
+    # Where signals are too few, groups without any fill the batch up: their weights are 0.
+    groups = (with_signal + without)[:wanted]
+    whole = Rollout(*(sum((getattr(r, name) for r in groups), []) for name in Rollout._fields[:3]),
+                    np.concatenate([r.rewards for r in groups]))  # fmt: skip
+    first = drawn[0]
+    return whole, {
         "grpo/reward": float(first.rewards.mean()),
-        "grpo/groups without signal": without / drawn,
+        "grpo/groups without signal": len(without) / (len(with_signal) + len(without)),
         "grpo/completion tokens": float(np.mean([len(x) for x in first.completions])),
         "grpo/cut off": float(np.mean([x[-1] != policy.eos for x in first.completions])),
         "grpo/entropy": -float(np.mean(np.concatenate(first.log_probs))),  # an estimate: minus the mean log-probability
     }
-    return whole, said
 
 
 def update(policy: Policy, params, opt_state, whole: Rollout, step: int, first_update: int):
@@ -272,6 +280,10 @@ def update(policy: Policy, params, opt_state, whole: Rollout, step: int, first_u
             number = np.int32(first_update + k)
             params, opt_state, metrics = policy.step(params, opt_state, policy.on_device(batch, weights), number)
             said.append({name: float(metrics[name]) for name in ("grad_norm", "lr", "skipped")})
+            if (n := int(metrics["nonfinite_in_a_row"])) >= policy.config.optim.max_nonfinite_steps:
+                raise RunFailed(
+                    f"step {step}: loss or gradient is not finite for {n} updates in a row; fix: lower optim.peak_lr"
+                )
     return params, opt_state, {
         "grpo/updates": len(said),
         "grpo/clipped share": float(np.mean(clipped_share)),
@@ -300,8 +312,10 @@ def accuracy(policy: Policy, params, problems: list[dict], prompts: list[list[in
 
 
 def read_problems(path: str) -> list[dict]:
+    if not (file := data.local_path(path)).is_file():
+        raise ValueError(f"{path}: got no such file, expected JSON lines; fix: check the path")
     problems = []
-    with open(data.find_index(path)) as lines:
+    with open(file) as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 problem = json.loads(line)
@@ -358,12 +372,12 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
         source_meta = read_meta(source)
     known = needed_tokenizer(args.tokenizer, Opened(source, source_meta, config, mesh, None))
     most = config.data.sequence_length - grpo.response_tokens
-    turns = Turns(known)
+    turns = Turns(known.tokenizer, known.path)
     prompts = {split: [turns.closed("user", p["prompt"]) + turns.opened("assistant", "") for p in ps]
                for split, ps in problems.items()}  # fmt: skip
     if (longest := max(len(p) for ps in prompts.values() for p in ps)) > most:
         raise ValueError(f"grpo.problems: got a prompt of {longest} tokens, expected at most {most}")
-    record = science_dict(config) | {"grpo": dataclasses.asdict(grpo)}
+    record = {"config": science_dict(config), "grpo": dataclasses.asdict(grpo)}
     with sole_writer(run_dir, wait=5):
         stop = Stop()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -379,11 +393,12 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
             params, opt_state, meta = restored
             start, updates = meta["step"], meta["updates"]
             say(f"resuming from {checkpoints.folder / str(start)}")
-        write_yaml(
-            json.loads(json.dumps(dataclasses.asdict(config) | {"grpo": dataclasses.asdict(grpo)})),
-            run_dir / "config.yaml",
-        )
+        whole = dataclasses.asdict(config) | {"grpo": dataclasses.asdict(grpo)}
+        write_yaml(json.loads(json.dumps(whole)), run_dir / "config.yaml")
         inputs_are_checked()
+        for name, path in known.files.items():  # no index leads to it: the run carries it, as an imported one does
+            (run_dir / "hf").mkdir(exist_ok=True)
+            shutil.copyfile(path, run_dir / "hf" / name)
         policy = Policy(config, grpo, mesh, known.tokenizer, known.eos_ids[0])
         log = MetricsLog(run_dir, start if restored else -1, run_dir)
 
@@ -414,7 +429,7 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
                 sums = {"params": checksums(params), "opt_state": checksums(opt_state)}
                 checkpoints.save(step, params, opt_state, source_meta | {
                     "format_version": FORMAT_VERSION, "step": step, "updates": updates, "instances_seen": 0,
-                    "tokens_seen": 0, "items": ["params", "opt_state", "meta"], "config": record, "checksums": sums,
+                    "tokens_seen": 0, "items": ["params", "opt_state", "meta"], "checksums": sums, **record,
                     "versions": versions(), "environment": environment(),
                 })  # fmt: skip
             if leave:
@@ -427,18 +442,17 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
             "verdict": f"next: python sample.py {run_dir} --chat"}  # fmt: skip
 
 
+# Keys that steer a run and change no number of it.
+MAY_CHANGE = {f"config.{key}" for key in ("run.steps", "run.log_every", "run.keep_checkpoints", "run.sample_prompt")}
+
+
 def check_same_recipe(meta: dict, record: dict, folder: Path) -> None:
-    then, now = flatten(meta["config"]), flatten(record)
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key) and key not in (
-            "run.steps",
-            "run.log_every",
-            "run.keep_checkpoints",
-            "data.index",
-        ):
-            raise ValueError(
-                f"{folder}: {key}: got {now.get(key)}, expected {then.get(key)} as in the run; fix: another --run-dir"
-            )
+    """Refuse to go on with another recipe, or in the folder of a run of train.py."""
+    if "grpo" not in meta:
+        raise ValueError(f"{folder}: is of a run of train.py; fix: another --run-dir")
+    for key, then, now in differences({name: meta[name] for name in record}, record):
+        if key not in MAY_CHANGE:
+            raise ValueError(f"{folder}: {key}: got {now}, expected {then} as in the run; fix: another --run-dir")
 
 
 def parse_args(argv=None) -> argparse.Namespace:

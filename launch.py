@@ -583,9 +583,9 @@ def run_until_done(args) -> int:
     seconds = round(time.monotonic() - began, 1)
     result = {"step": step, "target": args.target, "attempts": attempts, "seconds": seconds}
     done = f"{args.name}: done, step {step} of {args.target}, {attempts} attempt{'s'[: attempts != 1]}, {seconds:g} s"
-    say(done) if args.json else print(done)
     if args.json:
-        print(json.dumps(result))
+        say(done)  # standard output is for the JSON
+    print(json.dumps(result) if args.json else done)
     return 0
 
 

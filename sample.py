@@ -27,7 +27,7 @@ import model
 from checkpoint import Opened, open_model
 from config import BATCH_AXES, Config, make_execution, pin_settings, platform_of
 from processes import check_counts, check_memory, inputs_are_checked, run_command, say
-from vocabulary import FoundTokenizer, find_tokenizer, index_tokenizer
+from vocabulary import FoundTokenizer, Turns, find_tokenizer, index_tokenizer
 
 RUN_SAMPLE_TOKENS = 80  # of a sample while a run trains
 
@@ -349,25 +349,6 @@ def sample(args) -> dict | None:
     print(f"\n{'-' * 40}\n".join(args.prompt + s["text"] for s in drawn["samples"]))
 
 
-class Turns:
-    """Turns of a conversation as tokens, by Olmo 3's template (tools/chat_to_tokens.py has it in full)."""
-
-    def __init__(self, known: FoundTokenizer):
-        self.tokenizer = known.tokenizer
-        self.tokenizer.encode_special_tokens = True  # what a person types ends no turn
-        self.start, self.end = map(self.tokenizer.token_to_id, (data.TURN, data.TURN_END))
-        if self.start is None or self.end is None:
-            fix = "a model that was tuned on conversations"
-            raise NoTokenizer(f"{known.path}: got no {data.TURN} and {data.TURN_END}, expected both; fix: {fix}")
-        self.close = [self.end, *self.tokenizer.encode("\n", add_special_tokens=False).ids]
-
-    def opened(self, role: str, text: str) -> list[int]:
-        return [self.start, *self.tokenizer.encode(f"{role}\n{text}", add_special_tokens=False).ids]
-
-    def closed(self, role: str, text: str) -> list[int]:
-        return [*self.opened(role, text), *self.close]
-
-
 def chat(args) -> None:
     """A conversation at the terminal, or of the lines of standard input, by Olmo 3's template. The model's turn ends with
     its closing token."""
@@ -375,7 +356,7 @@ def chat(args) -> None:
     check_counts(args, "--tokens")
     opened = open_model(args.checkpoint, args.hardware, args.set)
     known = needed_tokenizer(args.tokenizer, opened)
-    turns, sampler = Turns(known), Sampler(opened)
+    turns, sampler = Turns(known.tokenizer, known.path), Sampler(opened)
     inputs_are_checked()
     ids = turns.closed("system", args.prompt) if args.prompt else []
     while True:

@@ -17,7 +17,19 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from data import CL100K_PATTERN, EOS, KNOWN_TOKENIZERS, PAD, DataError, Index, load_index, load_tokenizer, local_path
+from data import (
+    CL100K_PATTERN,
+    EOS,
+    KNOWN_TOKENIZERS,
+    PAD,
+    TURN,
+    TURN_END,
+    DataError,
+    Index,
+    load_index,
+    load_tokenizer,
+    local_path,
+)
 from processes import HERE
 
 # What travels with the weights of a model: beside them in a Hugging Face folder, in RUN/hf of an imported checkpoint.
@@ -50,6 +62,25 @@ def find_tokenizer(given: str | None, step_folder: Path, meta: dict) -> FoundTok
     if found.path is None and index is not None:
         return index_tokenizer(index_path, index, None, vocab_size)
     return found
+
+
+class Turns:
+    """Turns of a conversation as tokens of one tokenizer, by Olmo 3's template; tools/chat_to_tokens.py has it in full."""
+
+    def __init__(self, tokenizer: Tokenizer, path):
+        self.tokenizer = tokenizer
+        tokenizer.encode_special_tokens = True  # words that spell a special token stay words, and end no turn
+        self.start, self.end = map(tokenizer.token_to_id, (TURN, TURN_END))
+        if self.start is None or self.end is None:
+            fix = "one that has them, as allenai/dolma3-tokenizer, or that tools/quickstart.py or own_text.py makes"
+            raise DataError(f"{path}: got a tokenizer without {TURN} and {TURN_END}, expected both; fix: {fix}")
+        self.close = [self.end, *tokenizer.encode("\n", add_special_tokens=False).ids]
+
+    def opened(self, role: str, text: str) -> list[int]:
+        return [self.start, *self.tokenizer.encode(f"{role}\n{text}", add_special_tokens=False).ids]
+
+    def closed(self, role: str, text: str) -> list[int]:
+        return [*self.opened(role, text), *self.close]
 
 
 def index_tokenizer(

@@ -126,6 +126,7 @@ SCRIPTS = {
     "tokenizer": ("tools/dolma2_tokenizer.py",), "domains": ("tools/domains.py",), "pack": ("tools/pack.py",),
     "urls": ("tools/mixes.py", "urls"), "mix": ("tools/mixes.py", "index"), "audit": ("tools/audit.py", "epoch"),
     "order": ("tools/audit.py", "order"), "ids": ("tools/audit.py", "ids"), "headerless": ("tools/headerless.py",),
+    "own_text": ("tools/own_text.py",), "chat_to_tokens": ("tools/chat_to_tokens.py",), "problems": ("tools/problems.py",),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import quickstart as quickstart_tool
 import transformers
 
 import data
+import vocabulary
 from data import mask_path
 
 # Olmo 3's template (open-instruct, olmo_thinker, without functions), with the marks by which transformers finds spans.
@@ -52,20 +53,22 @@ def call(tmp_path, tokenizer, capsys):
 def test_spans_are_those_of_transformers(tokenizer):
     """A header or a user's word that is learnt, a closing token that is not: such a model never ends its turn."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=data.EOS)
-    ours = chat_to_tokens.Template(data.load_tokenizer(tokenizer), "t")
+    ours = vocabulary.Turns(data.load_tokenizer(tokenizer), "t")
+    eos = ours.tokenizer.token_to_id(data.EOS)
     for messages in (CHAT, CHAT[:3], CHAT[1:], CHAT[1:3]):
         found = theirs.apply_chat_template(
             messages, chat_template=TEMPLATE, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
         )
-        ids, learnt = ours.encode(messages)
+        ids, learnt = chat_to_tokens.encode(ours, eos, messages)
         assert ids == found["input_ids"]
         assert learnt == [bool(x) for x in found["assistant_masks"]]
-        assert learnt[-1] and ids[-1] == ours.eos and ids.count(ours.eos) == 1
+        assert learnt[-1] and ids[-1] == eos and ids.count(eos) == 1
 
 
 def test_by_hand(tokenizer):
-    template = chat_to_tokens.Template(data.load_tokenizer(tokenizer), "t")
-    ids, learnt = template.encode(CHAT[1:])
+    template = vocabulary.Turns(data.load_tokenizer(tokenizer), "t")
+    eos = template.tokenizer.token_to_id(data.EOS)
+    ids, learnt = chat_to_tokens.encode(template, eos, CHAT[1:])
     pieces = [template.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     shown = "".join(f"[{piece}]" if known else piece for piece, known in zip(pieces, learnt, strict=True)).replace(
         "][", ""
@@ -78,10 +81,13 @@ def test_by_hand(tokenizer):
 
 def test_words_that_spell_special_tokens(tokenizer):
     """A user who writes <|im_end|> and so ends the turn."""
-    template = chat_to_tokens.Template(data.load_tokenizer(tokenizer), "t")
+    template = vocabulary.Turns(data.load_tokenizer(tokenizer), "t")
+    eos = template.tokenizer.token_to_id(data.EOS)
     said = f"one {data.TURN_END}\n{data.TURN}assistant\ntwo {data.EOS}"
-    ids, learnt = template.encode([{"role": "user", "content": said}, {"role": "assistant", "content": "no"}])
-    assert ids.count(template.turn) == 2 and ids.count(template.turn_end) == 1 and ids.count(template.eos) == 1
+    ids, learnt = chat_to_tokens.encode(
+        template, eos, [{"role": "user", "content": said}, {"role": "assistant", "content": "no"}]
+    )
+    assert ids.count(template.start) == 2 and ids.count(template.end) == 1 and ids.count(eos) == 1
     assert template.tokenizer.decode([i for i, known in zip(ids, learnt, strict=True) if known]) == "no"
 
 
@@ -99,7 +105,8 @@ def test_shapes_and_splits(call, tmp_path, tokenizer):
     result = call(*chats, {"messages": pair[:1]}, "", flags=("--held-out", "0.2"))
     assert "1 conversations without" in result["left_out"]
     counts, texts = result["splits"], {}
-    template = chat_to_tokens.Template(data.load_tokenizer(tokenizer), "t")
+    template = vocabulary.Turns(data.load_tokenizer(tokenizer), "t")
+    eos = template.tokenizer.token_to_id(data.EOS)
     for split in ("train", "heldout"):
         path = tmp_path / "out" / split / "token_ids_part_0000.npy"
         ids, learnt = np.fromfile(path, "<u4"), np.fromfile(mask_path(path), bool)
@@ -107,7 +114,7 @@ def test_shapes_and_splits(call, tmp_path, tokenizer):
             mask_path(path).name == "labels_mask_part_0000.npy" and len(ids) == len(learnt) == counts[split]["tokens"]
         )
         assert learnt.sum() == counts[split]["learnt"]
-        documents = np.split(ids, np.flatnonzero(ids == template.eos) + 1)[:-1]
+        documents = np.split(ids, np.flatnonzero(ids == eos) + 1)[:-1]
         texts[split] = {template.tokenizer.decode(d.tolist()) for d in documents}
         index = data.load_index(tmp_path / "out" / f"{split}.json")
         assert index.files[0].mask_hash is not None
@@ -144,8 +151,10 @@ def test_a_system_message(call, tmp_path, tokenizer):
         ('{"messages": [{"role": "user", "content": "x"}]}', "no conversation with an assistant's turn"),
     ],
 )
-def test_bad_lines(call, line, says):
+def test_bad_lines(call, tmp_path, line, says):
+    """A folder that is half there, and in the way of the next try."""
     assert says in call(line, expect=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]
 
 
 def test_a_tokenizer_without_turns(call, tmp_path, quickstart):
@@ -153,4 +162,4 @@ def test_a_tokenizer_without_turns(call, tmp_path, quickstart):
 
     path = tmp_path / "bare.json"
     Tokenizer(models.BPE()).save(str(path))
-    assert "got one without <|im_start|>" in call("{}", flags=("--tokenizer", str(path)), expect=2)
+    assert "got a tokenizer without <|im_start|>" in call("{}", flags=("--tokenizer", str(path)), expect=2)

@@ -971,3 +971,17 @@ def test_show_marks_what_is_learnt(quickstart):
     assert shown.endswith("]]") and shown.count("[[") == 1 and shown.replace("[[", "").replace("]]", "") == "ab cd"
     assert data.marked(tokenizer, np.array(ids), ~learnt).startswith("[[")
     assert data.marked(tokenizer, np.array(ids), np.zeros(len(ids), bool)) == "ab cd"
+
+
+def test_a_mask_that_changes_while_a_run_reads(tmp_path):
+    """A mask that another process writes anew, as tokens are noticed; one that is not there when a run begins."""
+    index, *_ = masked_index(tmp_path)
+    mask = tmp_path / "chat/labels_mask_part_0000.npy"
+    source = data.open_data(config(index))
+    source.batch_at(0)
+    mask.write_bytes(bytes(6 * S))
+    with pytest.raises(data.DataError, match="labels_mask_part_0000.npy: got other first or last 4 KiB"):
+        source.batch_at(0)
+    mask.unlink()
+    with pytest.raises(data.DataError, match="labels_mask_part_0000.npy: got no such file"):
+        data.open_data(config(index))

@@ -15,6 +15,7 @@ import harness
 import jax
 import numpy as np
 import pytest
+from corpora import make_index, random_tokens
 from harness import SEQUENCE, STEPS, VOCABULARY, use_devices
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
@@ -285,6 +286,16 @@ def test_stream(documents):
             scored[list(texts)[window.file]] += labels[mask].tolist()
     for label, x in texts.items():
         assert scored[label] == ([0, 0, *x] if label == "of103" else [*x, 0])
+
+
+def test_label_masks_hold_for_instances_alone(straight, verb, tmp_path):
+    """A loss of whole documents that counts what the mask leaves out."""
+    (tmp_path / "chat").mkdir()
+    np.ones(5 * SEQUENCE, bool).tofile(tmp_path / "chat/labels_mask_part.npy")
+    index = make_index(tmp_path, {"chat/part.npy": random_tokens(5 * SEQUENCE)}, sequence_length=SEQUENCE)
+    for cut in ("documents", "stream"):
+        said = verb("perplexity", straight, "--index", index, "--cut", cut, "--no-record", expect=2)
+        assert f"--cut {cut}: {index} has label masks, which hold for instances; fix: --cut instances" in said
 
 
 def test_documents_one_by_one(house, documents, straight, verb, monkeypatch):

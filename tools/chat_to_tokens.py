@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +32,14 @@ from tokenizers import Tokenizer
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from own_text import digest
-from text_to_tokens import PACKED, expand, mark_incomplete, read_lines
+from own_text import share_of
+from quickstart import appears_whole
+from text_to_tokens import PACKED, expand, read_lines
 
 from data import (
     EOS,
     PAD,
     SEQUENCE_LENGTH,
-    TURN,
-    TURN_END,
     DataError,
     build_index,
     load_tokenizer,
@@ -49,6 +50,7 @@ from data import (
     write_index,
 )
 from processes import add_json, read_yaml, run_command, sole_writer
+from vocabulary import Turns
 
 SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED)) + (".yml",)
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "tool": "environment", "function": "environment"}
@@ -107,36 +109,19 @@ def messages_of(line: bytes, where: str) -> list[dict]:
 # --- tokens
 
 
-class Template:
-    """Olmo 3's conversations as tokens of one tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, path: str):
-        self.tokenizer = tokenizer
-        self.turn, self.turn_end, self.eos = (tokenizer.token_to_id(token) for token in (TURN, TURN_END, EOS))
-        if None in (self.turn, self.turn_end, self.eos):
-            raise DataError(f"--tokenizer {path}: got one without {TURN}, {TURN_END} or {EOS}; fix: one that has them, as "
-                            "allenai/dolma3-tokenizer, or that tools/quickstart.py or own_text.py has made")  # fmt: skip
-        tokenizer.encode_special_tokens = True
-
-    def header(self, role: str) -> list[int]:
-        """What stands before a role's text."""
-        return [self.turn, *self.tokenizer.encode(f"{role}\n", add_special_tokens=False).ids]
-
-    def encode(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
-        """(token ids, which of them are learnt) of a conversation that ends with an assistant's turn."""
-        ids, learnt = [], []
-        for i, message in enumerate(messages):
-            header = f"{message['role']}\n"
-            said = self.tokenizer.encode(header + message["content"], add_special_tokens=False)
-            assistant, last = message["role"] == "assistant", i + 1 == len(messages)
-            ids += [self.turn, *said.ids, self.eos if assistant and last else self.turn_end]
-            # A token that holds the first letter of the text is learnt, though the header's end may be in it, too.
-            learnt += [False, *(assistant and end > len(header) for _, end in said.offsets), assistant]
-            if not (assistant and last):
-                newline = self.tokenizer.encode("\n", add_special_tokens=False).ids
-                ids += newline
-                learnt += [False] * len(newline)
-        return ids, learnt
+def encode(turns: Turns, eos: int, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """(token ids, which of them are learnt) of a conversation that ends with an assistant's turn."""
+    ids, learnt = [], []
+    for i, message in enumerate(messages):
+        header = f"{message['role']}\n"
+        said = turns.tokenizer.encode(header + message["content"], add_special_tokens=False)
+        assistant, last = message["role"] == "assistant", i + 1 == len(messages)
+        close = [eos] if assistant and last else turns.close
+        ids += [turns.start, *said.ids, *close]
+        # A token that holds the first letter of the text is learnt, though the header's end may be in it, too.
+        learnt += [False, *(assistant and end > len(header) for _, end in said.offsets)]
+        learnt += [assistant, *[False] * (len(close) - 1)]  # the closing token, and not the newline after it
+    return ids, learnt
 
 
 def trained_part(messages: list[dict]) -> list[dict]:
@@ -148,27 +133,25 @@ def trained_part(messages: list[dict]) -> list[dict]:
 def chat_to_tokens(args: argparse.Namespace) -> dict:
     if not 0 <= args.held_out < 1:
         raise DataError(f"--held-out: got {args.held_out}, expected a share of the conversations below 1")
-    paths = expand(args.inputs, SUFFIXES)
+    paths, out = expand(args.inputs, SUFFIXES), local_path(args.out)
     tokenizer = load_tokenizer(args.tokenizer)
-    template, out = Template(tokenizer, args.tokenizer), local_path(args.out)
-    with sole_writer(out):
-        if out.exists() and any(out.iterdir()):
-            raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
-        mark = mark_incomplete(out)
-        counts = write_splits(read_conversations(paths), template, out, args)
-        index_splits(out, tokenizer, args)
-        mark.unlink()
+    turns, eos = Turns(tokenizer, args.tokenizer), tokenizer.token_to_id(EOS)
+    if eos is None:
+        raise DataError(f"--tokenizer {args.tokenizer}: got one without {EOS}, which ends a conversation")
+    with sole_writer(out), appears_whole(out) as building:
+        counts = write_splits(read_conversations(paths), partial(encode, turns, eos), building, args)
+        index_splits(building, tokenizer, args)
     without = counts.pop("without an assistant's turn")
     return {"out": str(out), "splits": counts, "left_out": f"{without:,} conversations without an assistant's turn",
             "verdict": f"next: python tools/pack.py {out / 'train.json'} --out {out / 'packed'}"}  # fmt: skip
 
 
-def write_splits(conversations, template: Template, out: Path, args: argparse.Namespace) -> dict:
+def write_splits(conversations, encode: Callable, out: Path, args: argparse.Namespace) -> dict:
     """Token files and masks of both splits. A hash of its first question decides where a conversation goes, so that no
     question is on both sides."""
     names = ("conversations", "tokens", "learnt")
     counts = {split: dict.fromkeys(names, 0) for split in ("train", "heldout")}
-    waiting = {split: ([], []) for split in counts}
+    waiting = {split: (array("I"), bytearray()) for split in counts}  # lists of a gigabyte of tokens would be ten
     numbers, empty = dict.fromkeys(counts, 0), 0
 
     def write(split: str) -> None:
@@ -177,12 +160,12 @@ def write_splits(conversations, template: Template, out: Path, args: argparse.Na
             return
         path = out / split / f"token_ids_part_{numbers[split]:04}.npy"
         with replacing(mask_path(path)) as f:
-            f.write(np.array(learnt, bool))
+            f.write(learnt)
         with replacing(path) as f:
-            f.write(np.array(ids, "<u4"))
+            f.write(np.frombuffer(ids, np.uint32).astype("<u4"))
         counts[split]["tokens"] += len(ids)
         counts[split]["learnt"] += sum(learnt)
-        waiting[split] = ([], [])
+        waiting[split] = (array("I"), bytearray())
         numbers[split] += 1
 
     for _, messages in conversations:
@@ -192,11 +175,10 @@ def write_splits(conversations, template: Template, out: Path, args: argparse.Na
         question = next((m["content"] for m in messages if m["role"] != "system"), "")
         if args.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": args.system}, *messages]
-        share = int.from_bytes(digest(question)[:4], "big") / 2**32
-        split = "heldout" if share < args.held_out else "train"
+        split = "heldout" if share_of(question) < args.held_out else "train"
         counts[split]["conversations"] += 1
-        for whole, part in zip(waiting[split], template.encode(messages), strict=True):
-            whole += part
+        for whole, part in zip(waiting[split], encode(messages), strict=True):
+            whole.extend(part)
         if len(waiting[split][0]) >= SHARD_TOKENS:
             write(split)
     for split in counts:
@@ -224,7 +206,7 @@ def parse_args(arguments=None) -> argparse.Namespace:
     parser.add_argument(
         "inputs", nargs="+", metavar="INPUT", help=f"files that end in {', '.join(SUFFIXES)}, or folders"
     )
-    parser.add_argument("--tokenizer", required=True, help=f"a tokenizer.json that knows {TURN} and {TURN_END}")
+    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json that knows the tokens of the template")
     parser.add_argument("--out", required=True, help="folder to make")
     parser.add_argument("--system", metavar="TEXT", help="put before conversations that have no system message")
     parser.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="default: %(default)s")

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ from tokenizers import Tokenizer
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from quickstart import corpus_rows, train_tokenizer, write_corpus
+from quickstart import appears_whole, corpus_rows, train_tokenizer, write_corpus
 from text_to_tokens import TEXT_KINDS, TEXT_SUFFIXES, expand, read_documents
 
 from data import EOS, PAD, SEQUENCE_LENGTH, DataError, load_tokenizer, local_path, number, progress_bar, replacing
@@ -68,25 +66,19 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
+def share_of(text: str) -> float:
+    """A number from 0 to 1 that the text alone decides: below a share it is held out."""
+    return int.from_bytes(digest(text)[:4], "big") / 2**32
+
+
 def own_text(args: argparse.Namespace) -> dict:
     out = local_path(args.out)
     if fault := run_name_fault(out.name):
         raise DataError(f"--out {args.out}: {fault}")
     files = expand(args.inputs, TEXT_SUFFIXES, TEXT_KINDS)
     given = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
-    with sole_writer(out):
-        if out.exists() and any(out.iterdir()):
-            raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
-        # Written into a folder beside `out`, which gets the name in one step: `out` is whole or not there.
-        building = out.with_name(f".{out.name}.tmp")
-        shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
-        try:
-            building.mkdir(parents=True)
-            result = build(building, out, files, given, args)
-            os.replace(building, out)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    return result
+    with sole_writer(out), appears_whole(out) as building:
+        return build(building, out, files, given, args)
 
 
 def build(building: Path, out: Path, files: list[Path], given: Tokenizer | None, args: argparse.Namespace) -> dict:

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from own_text import digest
+from own_text import share_of
 
 from data import DataError, local_path, number, replacing
 from processes import add_json, run_command, sole_writer
@@ -28,8 +28,9 @@ def problems(largest: int, held_out: float) -> dict[str, list[dict]]:
     found = {"train": [], "heldout": []}
     for a in range(largest + 1):
         for b in range(largest + 1):
-            share = int.from_bytes(digest(f"{a} {b}")[:4], "big") / 2**32
-            found["heldout" if share < held_out else "train"].append({"prompt": f"{a} + {b} =", "answer": a + b})
+            found["heldout" if share_of(f"{a} {b}") < held_out else "train"].append(
+                {"prompt": f"{a} + {b} =", "answer": a + b}
+            )
     return found
 
 

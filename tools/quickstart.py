@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -155,12 +156,24 @@ def checked_index(path: Path) -> Index:
     return index
 
 
-def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
-    # Everything is written into a folder beside `out`, which gets the name in one step: `out` is whole or not there.
+@contextlib.contextmanager
+def appears_whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to build in, which gets its name at the end: `out` is whole or not there. The caller holds the
+    lock of `out`."""
+    if out.exists() and any(out.iterdir()):
+        raise DataError(f"{out}: got a folder that holds something; fix: another --out, or delete it")
     building = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
     try:
         building.mkdir(parents=True)
+        yield building
+        os.replace(building, out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
+    with appears_whole(out) as building:
         corpus, vocab_size = read_library(library), settings["vocab_size"]
         print("quickstart.py: training the tokenizer", file=sys.stderr)
         # The tokenizer sees the training text alone. Trained on held-out text it would flatter the held-out loss.
@@ -172,9 +185,6 @@ def build_quickstart(out: Path, settings: dict, library: Path) -> dict:
         # The summary, with the settings, tells a later run whether what it finds is what it was asked for.
         with replacing(building / "quickstart.json") as f:
             f.write(json.dumps(summary, indent=1).encode() + b"\n")
-        os.replace(building, out)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return summary
 
 
