@@ -250,3 +250,11 @@ def test_verifiers():
     assert verifiers.arithmetic(sum_, "none") == 0
     code = {"prompt": "def f(x):\n"}
     assert verifiers.parses_as_python(code, "    return x\n") == 1 and verifiers.parses_as_python(code, "return x") == 0
+
+
+def test_reasoning_gym():
+    """Another call than the package's own verifiers take."""
+    gym = pytest.importorskip("reasoning_gym")
+    entry = next(iter(gym.create_dataset("chain_sum", size=1, seed=1)))
+    problem = {"prompt": entry["question"], "task": "chain_sum", "entry": json.loads(json.dumps(entry))}
+    assert verifiers.reasoning_gym(problem, entry["answer"]) == 1 and verifiers.reasoning_gym(problem, "none") < 0.1
