@@ -117,9 +117,9 @@ def heldout_loss(args) -> dict:
     trained = [training_data(step_folder, meta)]
     held_out = HeldOut(config, mesh, index, args.data_root, batch, limit, trained, args.on_training_data)
     params = restore_item(step_folder, "params", param_shapes(config, mesh))
-    results = held_out(params, progress=True)
+    results = finite(held_out(params, progress=True))
     return {"checkpoint": str(step_folder), "step": meta["step"], "index": index, "of": held_out.of[0],
-            "heldout": finite(results), "verdict": told(finite(results)["all"])}  # fmt: skip
+            "heldout": results, "verdict": told(results["all"])}  # fmt: skip
 
 
 def told(loss: dict) -> str:
