@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import harness
 import jax
@@ -65,6 +66,32 @@ def test_the_gradient_is_that_of_the_objective(cap):
     theirs = {name: p.grad.numpy() for name, p in hf.named_parameters()}
     for name, ours, transposed in test_model.hf_tensors(c, grads):
         assert test_model.difference(ours, theirs[name].T if transposed else theirs[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize(("name", "cap"), [("plain", None), ("capped", 2.0)])
+def test_the_gradient_is_google_tunix_own(name, cap):
+    """An objective that is not the field's: gradients that google-tunix computed (bench/tunix_fixture.py)."""
+    stored = np.load(Path(__file__).parent / "stored" / "tunix_grpo.npz")
+    counted, tokens = stored["mask"], stored["tokens"]
+    B, T = counted.shape
+    before = tokens[:, -T - 1 : -1]  # the token that each one of a completion follows
+    config = replace(test_model.CONFIG, vocab_size=24, padded_vocab_size=24, d_model=8)
+    x, labels = stored["embed"][before.reshape(-1)], tokens[:, -T:].reshape(-1)
+
+    def run(weights):
+        return test_model.chunked(config, x, stored["head"], labels, weights.reshape(-1), 0.0, 7)
+
+    new = -run(counted.astype(np.float32))[1].reshape(B, T)
+    advantage = stored["advantages"][:, None]
+    settings = replace(SETTINGS, importance_cap=cap)
+    weights, clipped = grpo.token_weights(new, stored["old"], stored["sampler"], advantage, counted, settings)
+    _, _, _, dx, dhead = run(weights)
+    dembed = np.zeros_like(stored["embed"])
+    np.add.at(dembed, before.reshape(-1), dx)
+    N = counted.sum()
+    assert clipped.sum() / N == pytest.approx(0.325, abs=1e-3)
+    assert test_model.difference(dembed / N, stored[f"{name}_embed"]) < 3e-6
+    assert test_model.difference(dhead / N, stored[f"{name}_head"]) < 3e-6
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2)], ids=str)
