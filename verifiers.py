@@ -6,6 +6,8 @@ the text of the completion. It returns a reward from 0 to 1. It must be pure: a 
 
 import ast
 import re
+from collections import Counter
+from functools import lru_cache
 
 
 def exact(problem: dict, completion: str) -> float:
@@ -17,6 +19,21 @@ def arithmetic(problem: dict, completion: str) -> float:
     """1 if the last whole number of the completion is the answer's."""
     numbers = re.findall(r"-?\d+", completion)
     return float(bool(numbers) and int(numbers[-1]) == int(problem["answer"]))
+
+
+@lru_cache
+def python_words() -> frozenset[str]:
+    """Words of three to nine small letters that Python's own documentation has five times or more."""
+    from pydoc_data.topics import topics  # half a megabyte of text
+
+    counts = Counter(re.findall(r"\b[a-z]{3,9}\b", " ".join(topics.values())))
+    return frozenset(word for word, count in counts.items() if count >= 5)
+
+
+def words(problem: dict, completion: str) -> float:
+    """1 if the completion is as many different words as asked for, commas between them, each one of `python_words`."""
+    given = completion.strip().split(", ")
+    return float(len(given) == len(set(given)) == problem["words"] and python_words().issuperset(given))
 
 
 def parses_as_python(problem: dict, completion: str) -> float:

@@ -275,6 +275,9 @@ def test_verifiers():
     assert verifiers.exact(sum_, " 4\n") == 1 and verifiers.exact(sum_, "4.") == 0
     assert verifiers.arithmetic(sum_, "2 + 2 is 4!") == 1 and verifiers.arithmetic(sum_, "4 or 5") == 0
     assert verifiers.arithmetic(sum_, "none") == 0
+    asked = {"prompt": "Write 2 words after able.", "words": 2}
+    assert verifiers.words(asked, "class, module") == 1 and verifiers.words(asked, " class, module\n") == 1
+    assert not any(verifiers.words(asked, t) for t in ("class, class", "class", "class, mdule", "class module", ""))
     code = {"prompt": "def f(x):\n"}
     assert verifiers.parses_as_python(code, "    return x\n") == 1 and verifiers.parses_as_python(code, "return x") == 0
 

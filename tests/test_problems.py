@@ -1,25 +1,28 @@
-"""tools/problems.py: sums on one side each."""
+"""tools/problems.py: a word is on one side, and the answers are right."""
 
 import json
 
 import problems
 
+import verifiers
 
-def test_sums(tmp_path, capsys):
-    """A sum that is trained on and held out, or in neither file; a wrong answer."""
-    assert problems.main(["--out", str(tmp_path / "sums"), "--largest", "9", "--json"]) == 0
+
+def test_words(tmp_path, capsys):
+    """A word that is trained on and held out, or in neither file; an answer that its own verifier refuses."""
+    assert problems.main(["--out", str(tmp_path / "words"), "--most", "3", "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
-    sides = {name: [json.loads(line) for line in (tmp_path / "sums" / f"{name}.jsonl").read_text().splitlines()]
+    sides = {name: [json.loads(line) for line in (tmp_path / "words" / f"{name}.jsonl").read_text().splitlines()]
              for name in ("train", "heldout", "sft")}  # fmt: skip
-    asked = {name: {p["prompt"] for p in ps} for name, ps in sides.items()}
-    assert len(asked["train"] | asked["heldout"]) == 100 and not asked["train"] & asked["heldout"]
-    assert counts["train"] + counts["heldout"] == 100 and 8 <= counts["heldout"] <= 35
-    assert all(eval(p["prompt"].rstrip("=")) == p["answer"] for name in ("train", "heldout") for p in sides[name])
-    assert [(p["prompt"], p["completion"]) for p in sides["sft"]] == [
-        (p["prompt"], str(p["answer"])) for p in sides["train"]
-    ]
+    asked = {name: {p["prompt"].split()[-1].strip(".") for p in ps} for name, ps in sides.items()}
+    known = verifiers.python_words()
+    assert asked["train"] | asked["heldout"] == known and not asked["train"] & asked["heldout"]
+    assert asked["sft"] == asked["train"] and counts["sft"] == len(asked["sft"])
+    assert counts["train"] + counts["heldout"] == 3 * len(known) and 0.05 < counts["heldout"] / 3 / len(known) < 0.2
+    by_prompt = {p["prompt"]: p for p in sides["train"]}
+    assert all(verifiers.words(by_prompt[p["prompt"]], p["completion"]) == 1 for p in sides["sft"])
+    assert {len(p["completion"].split(", ")) for p in sides["sft"]} == {1, 2, 3}
 
 
 def test_an_empty_side(tmp_path, capsys):
-    assert problems.main(["--out", str(tmp_path / "sums"), "--held-out", "0"]) == 2
-    assert "leaves a side empty" in capsys.readouterr().err and not (tmp_path / "sums").exists()
+    assert problems.main(["--out", str(tmp_path / "words"), "--held-out", "0"]) == 2
+    assert "leaves a side empty" in capsys.readouterr().err and not (tmp_path / "words").exists()
