@@ -14,8 +14,15 @@ train.train_step with weights as its loss mask. Groups whose rewards are all equ
 their place (active sampling). A completion that is cut off has no EOS; one that ends learns its EOS.
 
 A step is a pure function of (seed, step, state), so a resumed run is the same to the bit. Exit codes as train.py's.
-Source: the Olmo 3 report (arXiv:2512.13961), section 4.4.1 and table 49. Not here: DPO before it, rollouts by an engine of
-their own, several processes.
+Completions may come from an engine of their own, a function that `grpo.engine` names:
+
+    engine(params, prompts, response_tokens, temperature, seed) -> (completions, log_probs)
+
+Prompts and completions are lists of token ids; a completion holds its EOS if it came to one. Log-probabilities are the
+engine's own, a number a token. Temperature 0 asks for the likeliest completion.
+
+Source: the Olmo 3 report (arXiv:2512.13961), section 4.4.1 and table 49. Not here: DPO before it, asynchronous rollouts,
+several processes.
 """
 
 import argparse
@@ -101,6 +108,7 @@ class GrpoConfig:
     clip_high: float
     importance_cap: float | None  # of pi_old / pi_sampler; null: that factor is left out
     rounds: int  # of active sampling, at most; then fewer groups are trained on
+    engine: str | None  # module:function that completes prompts; null: the sampler of sample.py
 
     def __post_init__(self):
         for name in ("group", "mini_batches", "response_tokens", "rounds"):
@@ -171,8 +179,9 @@ class Rollout(NamedTuple):
 class Policy:
     """Rollouts, log-probabilities and updates of one model."""
 
-    def __init__(self, config: Config, grpo: GrpoConfig, mesh, tokenizer, eos: int):
+    def __init__(self, config: Config, grpo: GrpoConfig, mesh, tokenizer, eos: int, engine: Callable | None):
         self.config, self.grpo, self.mesh, self.tokenizer, self.eos = config, grpo, mesh, tokenizer, eos
+        self.engine = engine
         self.sampler = Sampler(Opened(None, {}, config, mesh, None))
         microbatch = largest_microbatch(config, mesh)
         execution = make_execution(config, microbatch, platform_of(mesh))
@@ -191,6 +200,10 @@ class Policy:
 
     def complete(self, params, prompts: list[list[int]], draw: Draw, numbers=None) -> tuple[list, list]:
         """(completions with their EOS, their log-probabilities)."""
+        if self.engine is not None:
+            found = self.engine(params, prompts, self.grpo.response_tokens, draw.temperature, draw.seed)
+            check_completions(*found, len(prompts), self.grpo.response_tokens, self.config.model.vocab_size, self.eos)
+            return found
         self.sampler.opened = self.sampler.opened._replace(params=params)
         completions, scores, kept = [[] for _ in prompts], [[] for _ in prompts], []
         for newest in self.sampler(prompts, self.grpo.response_tokens, draw, numbers, kept):
@@ -214,6 +227,24 @@ class Policy:
     def log_probs(self, params, batch: dict) -> np.ndarray:
         placed = self.on_device(batch, batch["counted"].astype(np.float32))
         return np.asarray(self.score(params, {name: x for name, x in placed.items() if name != "counted"}))
+
+
+def check_completions(completions, log_probs, prompts: int, most: int, vocab_size: int, eos: int) -> None:
+    """RunFailed unless an engine has kept its promises: else a wrong token or number would be trained on in silence."""
+    if not len(completions) == len(log_probs) == prompts:
+        raise RunFailed(
+            f"grpo.engine: got {len(completions)} completions and {len(log_probs)} log-probabilities, expected {prompts}"
+        )
+    for row, (tokens, scores) in enumerate(zip(completions, log_probs, strict=True)):
+        if not 1 <= len(tokens) <= most or eos in tokens[:-1] or not all(0 <= t < vocab_size for t in tokens):
+            raise RunFailed(
+                f"grpo.engine: completion {row}: got {len(tokens)} tokens {tokens[:8]}..., expected 1 to {most} ids below "
+                f"{vocab_size} that end at the first {eos}"
+            )
+        if len(scores) != len(tokens) or not all(-np.inf < x <= 1e-3 for x in scores):
+            raise RunFailed(
+                f"grpo.engine: completion {row}: got log-probabilities {scores[:8]}..., expected {len(tokens)} numbers <= 0"
+            )
 
 
 def log_probs(params, batch, config: Config, execution: model.Execution, microbatch: int):
@@ -329,12 +360,12 @@ def read_problems(path: str) -> list[dict]:
     return problems
 
 
-def find_verifier(name: str) -> Callable[[dict, str], float]:
+def find_function(key: str, name: str) -> Callable:
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(f"grpo.verifier: got {name!r} ({e}), expected module:function, as verifiers:arithmetic") from e
+        raise ValueError(f"{key}: got {name!r} ({e}), expected module:function, as verifiers:arithmetic") from e
 
 
 def load_recipe(path: str, hardware: str | None, overrides: list[str]) -> tuple[Config, GrpoConfig]:
@@ -362,7 +393,8 @@ def load_recipe(path: str, hardware: str | None, overrides: list[str]) -> tuple[
 
 def train_grpo(args: argparse.Namespace) -> dict | int:
     config, grpo = load_recipe(args.config, args.hardware, args.set)
-    verify, mesh = find_verifier(grpo.verifier), make_mesh(config)
+    verify, mesh = find_function("grpo.verifier", grpo.verifier), make_mesh(config)
+    engine = None if grpo.engine is None else find_function("grpo.engine", grpo.engine)
     cache_compilations(config)
     run_dir = data.local_path(args.run_dir or f"runs/{config.run.name}")
     problems = {split: read_problems(path) for split, path in
@@ -399,7 +431,7 @@ def train_grpo(args: argparse.Namespace) -> dict | int:
         for name, path in known.files.items():  # no index leads to it: the run carries it, as an imported one does
             (run_dir / "hf").mkdir(exist_ok=True)
             shutil.copyfile(path, run_dir / "hf" / name)
-        policy = Policy(config, grpo, mesh, known.tokenizer, known.eos_ids[0])
+        policy = Policy(config, grpo, mesh, known.tokenizer, known.eos_ids[0], engine)
         log = MetricsLog(run_dir, start if restored else -1, run_dir)
 
         def evaluate(step: int) -> dict:

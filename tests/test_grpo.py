@@ -24,7 +24,7 @@ import verifiers
 from checkpoint import read_meta
 
 SETTINGS = grpo.GrpoConfig("", "", "verifiers:exact", group=4, mini_batches=1, response_tokens=6, clip_low=0.2,
-                           clip_high=0.272, importance_cap=None, rounds=2)  # fmt: skip
+                           clip_high=0.272, importance_cap=None, rounds=2, engine=None)  # fmt: skip
 
 
 def test_advantages():
@@ -140,7 +140,7 @@ def place(tmp_path, monkeypatch, cache):
     recipe["grpo"] = {
         "problems": str(tmp_path / "train.jsonl"), "heldout_problems": str(tmp_path / "heldout.jsonl"),
         "verifier": "test_grpo:vowels", "group": 4, "mini_batches": 1, "response_tokens": 6, "clip_low": 0.2,
-        "clip_high": 0.272, "importance_cap": 2.0, "rounds": 2,
+        "clip_high": 0.272, "importance_cap": 2.0, "rounds": 2, "engine": None,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
@@ -164,6 +164,10 @@ def vowels(problem: dict, completion: str) -> float:
 
 def constant(problem: dict, completion: str) -> float:
     return 0.5
+
+
+def engine(*_):
+    raise NotImplementedError("a test puts its own here")
 
 
 def sums(run_dir, step: int) -> dict:
@@ -242,6 +246,51 @@ def test_on_a_mesh(place, monkeypatch):
     for a, b in zip(one, four, strict=True):
         for tag in a.keys() - {"grpo/sampler mismatch"}:
             assert b[tag] == pytest.approx(a[tag], rel=1e-4), tag
+
+
+def test_an_engine_takes_the_place_of_the_sampler(place, tmp_path, capsys, monkeypatch):
+    """A seam that no other engine's completions go through: the sampler's own, called from outside, give the same run;
+    and completions that cannot be trained on as they are."""
+    own = place("own", "run.steps=2")
+    policies = []
+    whole = grpo.Policy.__init__
+
+    def remember(self, *a):
+        whole(self, *a)
+        policies.append(self)
+
+    def outer(params, prompts, response_tokens, temperature, seed):
+        policy = policies[-1]
+        policy.engine = None
+        found = policy.complete(params, prompts, sample.Draw(temperature=temperature, seed=seed))
+        policy.engine = outer
+        return found
+
+    monkeypatch.setattr(grpo.Policy, "__init__", remember)
+    monkeypatch.setattr(sys.modules[__name__], "engine", outer)
+    outside = place("outside", "run.steps=2", "grpo.engine=test_grpo:engine")
+    assert sums(outside, 2) == sums(own, 2)
+
+
+@pytest.mark.parametrize(
+    ("completions", "log_probs", "says"),
+    [
+        ([[5, 3]], [[-1.0, -2.0]], None),
+        ([[5, 3], [4]], [[-1.0, -2.0]], "got 2 completions and 1 log-probabilities, expected 1"),
+        ([[]], [[]], "completion 0: got 0 tokens"),
+        ([[5, 3, 5]], [[-1.0, -2.0, -1.0]], "that end at the first 3"),
+        ([[5, 99]], [[-1.0, -2.0]], "ids below 50"),
+        ([[5, 5]], [[-1.0, float("nan")]], "expected 2 numbers <= 0"),
+        ([[5, 5]], [[-1.0]], "expected 2 numbers <= 0"),
+        ([[5, 5]], [[0.4, 0.2]], "expected 2 numbers <= 0"),  # probabilities
+    ],
+)
+def test_what_an_engine_may_not_return(completions, log_probs, says):
+    """Completions of another engine that would be trained on though they are not what the step takes them for."""
+    if says is None:
+        return grpo.check_completions(completions, log_probs, 1, 4, 50, 3)
+    with pytest.raises(grpo.RunFailed, match=says):
+        grpo.check_completions(completions, log_probs, 1, 4, 50, 3)
 
 
 def test_updates_that_are_not_finite_end_the_run(place, capsys, monkeypatch):
