@@ -292,3 +292,12 @@ def test_killed_in_the_middle_of_the_exchange(tmp_path):
                 break
         assert [end for end, _ in itertools.groupby(ends)] == ["old"] * bool(size) + ["refused", "new"], ends
         assert ends.count("refused") > len(before) + len(after)
+
+
+def test_lines_longer_than_a_read(tmp_path, monkeypatch):
+    """A line joined wrongly where reads end: in its middle, at its end, several lines in one read, none at the end."""
+    monkeypatch.setattr(text_to_tokens, "READ_BYTES", 3)
+    for whole in (b"", b"\n", b"abc\ndefghij\n\nk\nlm", b"abcdefghijkl\n", b"ab\ncd\nef\n"):
+        (tmp_path / "lines").write_bytes(whole)
+        with data.progress_bar(total=len(whole), disable=True) as bar:
+            assert list(text_to_tokens.read_lines(tmp_path / "lines", bar)) == whole.split(b"\n")

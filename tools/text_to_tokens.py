@@ -66,11 +66,14 @@ def read_bytes(path: Path, progress: tqdm) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, progress: tqdm) -> Iterator[bytes]:
-    rest = b""
+    begun = []  # pieces of a line that has not ended, joined once: a line may be as long as the file
     for chunk in read_bytes(path, progress):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    yield rest
+        piece, *pieces = chunk.split(b"\n")
+        begun.append(piece)
+        for piece in pieces:
+            yield b"".join(begun)
+            begun = [piece]
+    yield b"".join(begun)
 
 
 def read_documents(files: Sequence[Path], text_field: str, progress: tqdm) -> Iterator[str]:
