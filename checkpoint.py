@@ -35,6 +35,7 @@ from config import (
     RECORDED,
     Config,
     assemble_config,
+    cache_compilations,
     environment,
     make_mesh,
     param_shapes,
@@ -396,6 +397,7 @@ def open_model(checkpoint: str, hardware: str | None, overrides: list[str]) -> O
     folder = find_checkpoint(checkpoint)
     meta = checked_meta(folder)
     config = assemble_config(meta["config"], str(folder), hardware, overrides)
+    cache_compilations(config)
     mesh = make_mesh(config, len(jax.devices()))  # rows are filled up to what the mesh needs
     if mesh.shape["context"] != 1:
         raise ValueError(f"mesh: got context {mesh.shape['context']}, expected 1, since rows have different lengths; "

@@ -238,6 +238,14 @@ def test_a_model_with_several_ends_of_a_text(run, tmp_path, monkeypatch, capsys)
     assert ended["tokens"] == before and ended["stopped_by"] == tokenizer.id_to_token(end)
 
 
+def test_programs_are_kept(run, tmp_path):
+    """A hardware file's folder for compiled programs that only the trainer uses: every start compiles anew."""
+    with harness.compilation_cache(tmp_path / "other"):
+        opened = open_model(str(run), "cpu", [f"compilation_cache={tmp_path / 'kept'}"])
+        next(sample.Sampler(opened)([[5, 6]], 1, sample.Draw()))
+    assert any((tmp_path / "kept").iterdir())
+
+
 def test_sampling_does_not_load_the_trainer():
     """An import of train.py, which may then not print samples."""
     code = "import sys, sample; sys.exit(len({'train', 'evaluate', 'convert'} & set(sys.modules)))"
