@@ -36,7 +36,7 @@ must be made of the whole sequence:
 
         loss, grads = jax.value_and_grad(share)(model.vary(params))  # vary: each device has its own copy
         grads = model.reduce_gradients(grads, config)
-        squares = [lax.psum(jnp.sum(g**2), tuple(a for a in model.AXES if a in specs[n])) for n, g in grads.items()]
+        squares = [lax.psum(jnp.sum(g**2), model.axes_of(specs[n])) for n, g in grads.items()]
         loss, norm = lax.psum(loss, model.AXES), jnp.sqrt(sum(squares))
         updates, opt_state = tx.update(grads, opt_state, params, loss=loss, grad_norm=norm, step=jnp.int32(1))
         return optax.apply_updates(params, updates), opt_state, loss
@@ -171,12 +171,13 @@ def ledger(config: ModelConfig) -> dict[str, Tensor]:
     Source: OLMo-core nn/transformer/init.py: normal, std 0.02, truncated at 3 std, no depth scaling, norms 1. The
     official scripts decay everything except the embedding, norms and head included.
     """
-    # Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that the dimension that
-    # fsdp shards is the same everywhere and stays aligned to TPU tiles. convert.py transposes, nothing else does.
+    # Per-layer tensors are stacked over L. Matrices are stored with the width D first, so that fsdp always shards rows:
+    # a shard of columns would be narrower than a TPU tile. For the same reason it shards the vocabulary's rows, within
+    # each device's along tensor. convert.py transposes, nothing else does.
     L, D, V, F, std = config.n_layers, config.d_model, config.padded_vocab_size, config.d_ff, config.init_std
     A, E = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     return {
-        "embed": Tensor((V, D), P("tensor", "fsdp"), std, False),
+        "embed": Tensor((V, D), P(("tensor", "fsdp"), None), std, False),
         "wq": Tensor((L, D, A), P(None, "fsdp", "tensor"), std, True),
         "wk": Tensor((L, D, E), P(None, "fsdp", "tensor"), std, True),
         "wv": Tensor((L, D, E), P(None, "fsdp", "tensor"), std, True),
@@ -189,11 +190,16 @@ def ledger(config: ModelConfig) -> dict[str, Tensor]:
         "w_down": Tensor((L, D, F), P(None, "fsdp", "tensor"), std, True),
         "ffn_norm": Tensor((L, D), P(), None, True),
         "final_norm": Tensor((D,), P(), None, True),
-        "lm_head": Tensor((V, D), P("tensor", "fsdp"), std, True),
+        "lm_head": Tensor((V, D), P(("tensor", "fsdp"), None), std, True),
     }
 
 
 LAYER_TENSORS = ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "attn_norm", "w_gate", "w_up", "w_down", "ffn_norm")
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+    """The mesh axes that a spec names, in the mesh's order; two of them may share a dimension."""
+    return tuple(axis for axis in AXES if axis in jax.tree.leaves(tuple(spec)))
 
 
 def parameter_count(config: ModelConfig, padded: bool = True) -> int:
@@ -221,16 +227,17 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
 
 def check_mesh(config: ModelConfig, sizes: dict[str, int], sequence_length: int) -> None:
     """Raise ValueError with both numbers if the model cannot be sharded over the mesh."""
-    for name, size, axis in (
+    for name, size, *axes in (
         ("d_model", config.d_model, "fsdp"),
         ("n_heads", config.n_heads, "tensor"),
         ("n_kv_heads", config.n_kv_heads, "tensor"),
         ("d_ff", config.d_ff, "tensor"),
-        ("padded_vocab_size", config.padded_vocab_size, "tensor"),
+        ("padded_vocab_size", config.padded_vocab_size, "tensor", "fsdp"),
         ("sequence_length", sequence_length, "context"),
     ):
-        if size % sizes[axis]:
-            raise ValueError(f"{name}: got {size}, expected a multiple of the mesh's {axis} size {sizes[axis]}")
+        shards = math.prod(sizes[axis] for axis in axes)
+        if size % shards:
+            raise ValueError(f"{name}: got {size}, expected a multiple of the mesh's {' x '.join(axes)} size {shards}")
 
 
 # ------------------------------------------------------------------------------------- collectives and their gradients
@@ -261,27 +268,33 @@ def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig) -> dict[s
     Over fsdp a matrix's gradient was summed before, by the reduce-scatter of gather_weight or cross_entropy. Along tensor a
     device has its own part of a sharded tensor, and nothing to add up.
     """
-    missing = {name: tuple(a for a in AXES if a not in t.spec) for name, t in ledger(config).items()}
+    missing = {name: tuple(a for a in AXES if a not in axes_of(t.spec)) for name, t in ledger(config).items()}
     return {name: lax.psum(grads[name], axes) for name, axes in missing.items()}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_weight(w, axis: int, config: ModelConfig):
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_weight(w, config: ModelConfig):
     """Cast this device's fp32 shard, then gather it over fsdp: half the bytes move when computing in bf16."""
     w = w.astype(config.compute_dtype)
     if lax.axis_size("fsdp") == 1:
         return w  # XLA copies and transposes for a gather that moves nothing
-    return lax.all_gather(w, "fsdp", axis=axis, tiled=True)  # [.., D/fsdp, ..] -> [.., D, ..]
+    return lax.all_gather(w, "fsdp", axis=0, tiled=True)  # [D/fsdp, ..] -> [D, ..]
 
 
-def _gather_weight_fwd(w, axis, config):
-    return gather_weight(w, axis, config), None
+def _gather_weight_fwd(w, config):
+    return gather_weight(w, config), None
 
 
-def _gather_weight_bwd(axis, config, _, g):
+def reduce_scatter(g):
+    """Sum a gradient over fsdp; each device keeps the rows of its shard."""
+    # A dimension of their own: where shards lie one below the other, the TPU compiler pads 1,568 rows and moves them.
+    g = g.reshape(lax.axis_size("fsdp"), -1, *g.shape[1:])
+    return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=False)  # [fsdp, D/fsdp, ..] -> [D/fsdp, ..], summed
+
+
+def _gather_weight_bwd(config, _, g):
     g = g.astype(config.grad_reduce_dtype)  # plain autodiff would add up in the compute dtype
-    g = lax.psum_scatter(g, "fsdp", scatter_dimension=axis, tiled=True)  # [.., D, ..] -> [.., D/fsdp, ..], summed
-    return (g.astype(jnp.float32),)
+    return (reduce_scatter(g).astype(jnp.float32),)
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
@@ -462,9 +475,9 @@ def swap_with_mirror(x):
 
 
 def embed_tokens(params, tokens_BS, config: ModelConfig):
-    """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is sharded over tensor."""
+    """Rows of the embedding, [B*S, D] in the compute dtype. Once gathered, the vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
-        table_VD = gather_weight(params["embed"], 1, config)
+        table_VD = gather_weight(params["embed"], config)
         # A device looks up the ids that lie in its rows, and puts zeros where the others' lie.
         local_N, mine_N = local_labels(tokens_BS.reshape(-1), table_VD.shape[0])
         x_ND = jnp.where(mine_N[:, None], table_VD[local_N], 0)
@@ -526,7 +539,7 @@ def layer(x_ND, w, rope, where: Where, config: ModelConfig, execution: Execution
     `attention`: a function that takes the place of `attend` where keys and values are kept from call to call."""
     # Matrices are whole in D on a device only while their layer is computed; norms are small and never sharded in D.
     table = ledger(config)
-    w = {name: gather_weight(x, 0, config) if "fsdp" in table[name].spec else x for name, x in w.items()}
+    w = {name: gather_weight(x, config) if "fsdp" in table[name].spec else x for name, x in w.items()}
 
     x_ND = save_as("x", slot, x_ND)
     attn_ND = attention_block(x_ND, w, rope, where, config, execution, slot, attention)
@@ -604,7 +617,7 @@ def logits(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execu
 
 def gather_head(lm_head, config: ModelConfig):
     """This device's rows of the output matrix, whole in width, in the compute dtype: [V/tensor, D]."""
-    return gather_weight(lm_head, 1, config)
+    return gather_weight(lm_head, config)
 
 
 def head_logits(x_ND, head_VD, config: ModelConfig):
@@ -706,7 +719,8 @@ def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
     # it. dx is this device's part, from its rows of the vocabulary; the psum in front of it, backward, adds the parts up.
     g = lax.psum(cotangents[0], "tensor")
     dhead_VD = (g * dhead_VD).astype(config.grad_reduce_dtype)
-    dhead_VD = lax.psum_scatter(dhead_VD, "fsdp", scatter_dimension=1, tiled=True)  # [V, D] -> [V, D/fsdp], summed
+    # Before the layers' backward pass: until then a device holds dW whole, in fp32 1.5 GiB of a 7B.
+    dx_ND, dhead_VD = lax.optimization_barrier((dx_ND, reduce_scatter(dhead_VD)))
     return vary(((g * dx_ND).astype(dx_ND.dtype), dhead_VD.astype(jnp.float32), None, None))
 
 

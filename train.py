@@ -415,8 +415,7 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
     # The global norm: each gradient is summed over exactly the axes along which it is sharded.
     specs, squares = param_specs(config), {}
     for name, g in grads.items():
-        sharded = tuple(axis for axis in model.AXES if axis in specs[name])
-        squares[name] = lax.psum(jnp.sum(jnp.square(g)), sharded)  # [] stays []
+        squares[name] = lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))  # [] stays []
     squares = jnp.stack(list(squares.values()))
     grad_norm = jnp.sqrt(jnp.sum(squares))
 

@@ -244,10 +244,12 @@ class Mutant(NamedTuple):
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
 SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], axes)"
-SCATTER, NORM = "dimension=axis, tiled=True)", "lax.psum(jnp.sum(jnp.square(g)), sharded)"
+SCATTER, NORM = "dimension=0, tiled=False)", "lax.psum(jnp.sum(jnp.square(g)), sharded)"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
+    ("rows of the vocabulary over fsdp, then over tensor", '"embed": Tensor((V, D), P(("tensor", "fsdp")',
+     '"embed": Tensor((V, D), P(("fsdp", "tensor")', TENSOR, steps),
     ("embedding not summed over tensor", 'vary(lax.psum(x_ND, "tensor"))', "x_ND", TENSOR),
     ("attention not summed over tensor", '"attn_out", slot, vary(lax.psum(out_ND, "tensor"))', '"attn_out", slot, out_ND', TENSOR),
     ("SwiGLU not summed over tensor", '"ffn_out", slot, vary(lax.psum(out_ND, "tensor"))', '"ffn_out", slot, out_ND', TENSOR),
@@ -255,8 +257,8 @@ MUTANTS = [Mutant(*row) for row in (
     ("padding rows counted among a device's own", 'jnp.where(lax.axis_index("tensor") * rows + ', "jnp.where(", TENSOR),
     ("loss's gradient not summed over tensor", 'lax.psum(cotangents[0], "tensor")', "cotangents[0]", TENSOR),
     ("gradients not summed over data", SUMMED, "lax.psum(grads[name], axes[1:])", GENERAL),
-    ("gradients not summed over context", "tuple(a for a in AXES if a not in t.spec)",
-     'tuple(a for a in AXES if a not in t.spec and a != "context")', FULL),
+    ("gradients not summed over context", "tuple(a for a in AXES if a not in axes_of(t.spec))",
+     'tuple(a for a in AXES if a not in axes_of(t.spec) and a != "context")', FULL),
     ("gradients summed over fsdp too", SUMMED, 'lax.psum(grads[name], tuple({*axes, "fsdp"}))', FULL),
     ("reduce-scatter averages", SCATTER, f'{SCATTER} / lax.axis_size("fsdp")', FULL),
     ("share of the loss not divided by tensor", SHARE, "return total / divisor, sums", FULL),

@@ -203,8 +203,9 @@ def test_ledger_of_7b():
     sizes = {"fsdp": 128, "tensor": 4}
     for name, t in table.items():
         assert len(t.spec) <= len(t.shape), name
-        for size, axis in zip(t.shape, t.spec, strict=False):
-            assert axis is None or size % sizes[axis] == 0, (name, size, axis)
+        for size, axes in zip(t.shape, t.spec, strict=False):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            assert size % math.prod(sizes[axis] for axis in axes) == 0, (name, size, axes)
     assert set(model.LAYER_TENSORS) == {name for name, t in table.items() if t.shape[0] == 32}
 
 
@@ -257,6 +258,7 @@ def test_execution_refuses(change, parts):
         ({"tensor": 8}, ("n_heads", "4", "tensor", "8")),
         ({"tensor": 4}, ("n_kv_heads", "2", "tensor", "4")),
         ({"context": 3}, ("sequence_length", "16", "context", "3")),
+        ({"fsdp": 16}, ("padded_vocab_size", "104", "tensor x fsdp", "16")),
     ],
 )
 def test_check_mesh_refuses(sizes, parts):
@@ -265,7 +267,7 @@ def test_check_mesh_refuses(sizes, parts):
     with pytest.raises(ValueError) as e:
         model.check_mesh(CONFIG, full, 16)
     assert all(p in str(e.value) for p in parts), e.value
-    model.check_mesh(CONFIG, {"data": 8, "fsdp": 8, "context": 4, "tensor": 2}, 16)
+    model.check_mesh(CONFIG, {"data": 8, "fsdp": 4, "context": 4, "tensor": 2}, 16)
 
 
 # ------------------------------------------------------------------------------------------------------------- init
@@ -530,7 +532,7 @@ def chunked(c, x, head, labels, mask, z_loss, chunk, shape=(1, 1, 1, 1)):
         per_row = (lax.psum(a, "tensor") for a in (ce, lse_squared, dx))
         return lax.psum(total, model.AXES), *per_row, lax.psum(dhead, ("data", "context"))
 
-    rows, matrix = P(("data", "fsdp", "context")), P("tensor", "fsdp")
+    rows, matrix = P(("data", "fsdp", "context")), model.ledger(CONFIG)["lm_head"].spec
     f = on_mesh(body, (rows, matrix, rows, rows), (P(), rows, rows, rows, matrix), shape)
     return [np.asarray(a) for a in f(x, head, labels, mask)]
 

@@ -62,15 +62,16 @@ def test_cases_clip_and_skip_nothing():
 @pytest.mark.parametrize("replicated", [False, True])
 def test_clipping_uses_the_global_norm(monkeypatch, name, replicated):
     """Catches a norm over one device's shards ([3, 0, 4, 0] cut over four devices would become [1, 0, 1, 0], not
-    [0.6, 0, 0.8, 0]) and one that counts a replicated tensor once a device.
+    [0.6, 0, 0.8, 0]), one that misses an axis where two of them cut a dimension, and one that counts a replicated
+    tensor once a device.
     """
     case = sharding.Case((1, 4, 1, 2), ("dense",))
     c = load_config("quickstart.yaml", "cpu", [*sharding.OVERRIDES, "mesh.tensor=2", "optim.clip_norm=1.0"])
     table, mesh = model.ledger(c.model), sharding.make_mesh(case.mesh)
     grads = {other: np.zeros(t.shape, np.float32) for other, t in table.items()}
-    D = c.model.d_model
-    row = grads[name][0] if name == "lm_head" else grads[name][0, :, 0]  # [D], a view
-    row[[0, D // 4, D // 2, 3 * D // 4]] = [3, 0, 0 if replicated else 4, 0]
+    rows = grads[name][:, 0] if name == "lm_head" else grads[name][0, :, 0]  # of V or D; a view
+    n = len(rows)
+    rows[[0, n // 4, n // 2, 3 * n // 4]] = [3, 0, 0 if replicated else 4, 0]
     if replicated:
         grads["final_norm"][7] = 4
     # The parameters themselves stand in for the gradients.

@@ -82,11 +82,8 @@ def test_shards():
     data 1 x fsdp 2 x context 2 x tensor 2: device = 4 fsdp + 2 context + tensor."""
     (_, shape, spec), (_, wq_shape, wq_spec), (_, batch, batch_spec) = tour.tensors_of()
     held = tour.blocks_of(shape, spec, (1, 2, 2, 2))
-    V, D = shape
-    assert held[(V // 2, V), (0, D // 2)] == [1, 3] and held[(0, V // 2), (D // 2, D)] == [
-        4,
-        6,
-    ]  # V over tensor, D over fsdp
+    V, D = shape  # rows of the vocabulary over tensor, and each device's of these over fsdp
+    assert held[(V // 2, 3 * V // 4), (0, D)] == [1, 3] and held[(V // 4, V // 2), (0, D)] == [4, 6]
     D, A = wq_shape
     assert tour.blocks_of(wq_shape, wq_spec, (1, 2, 2, 2))[(D // 2, D), (0, A // 2)] == [4, 6]
     B, T = batch

@@ -61,7 +61,7 @@ KINDS = {
 }
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
 # Functions whose callers say more about where a collective stands.
-HELPERS = ("vary", "gather_weight", "gather_head", "apply", "scan_layers", "loss_by_chunks")
+HELPERS = ("vary", "gather_weight", "gather_head", "reduce_scatter", "apply", "scan_layers", "loss_by_chunks")
 
 
 class Collective(NamedTuple):

@@ -168,7 +168,7 @@ def draw_shards():
                 text = "devices " + ", ".join(map(str, devices))
                 ax.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=9)
             rows, columns = ({edge for block, _ in blocks for edge in block[i]} for i in (0, 1))
-            cut = [axis if isinstance(axis, str) else " and ".join(axis) for axis in spec]
+            cut = [axis if isinstance(axis, str) else " and ".join(axis or ("whole",)) for axis in spec]
             ax.set(xlim=(0, shape[1]), ylim=(shape[0], 0), xticks=sorted(columns), yticks=sorted(rows))
             ax.set(ylabel=f"rows: {cut[0]}", xlabel=f"columns: {cut[1]}")
             ax.text(0.5, 1.03, title, ha="center", transform=ax.transAxes)
