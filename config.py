@@ -319,9 +319,7 @@ def make_execution(config: Config, microbatch: int, platform: str) -> model.Exec
         if not fitting:
             raise ValueError(f"remat: got entries for {list(remat)} sequences, expected one for {microbatch} or more")
         remat = remat[min(fitting)]
-    attention, key_multiple = choose_attention(
-        hardware.attention, hardware.attention_block, hardware.splash, platform
-    )
+    attention, key_multiple = choose_attention(hardware.attention, hardware.attention_block, hardware.splash, platform)
     return model.Execution(
         attention=attention,
         remat=None if remat == "all" else tuple(remat),

@@ -123,7 +123,9 @@ DETERMINISTIC = "xla_flags={xla_gpu_deterministic_ops: true}"
 )
 def test_what_cudnn_cannot_compute(capsys, recipe, overrides, named):
     """A recipe that is computed wrongly, or refused after minutes; another attention taken without a word."""
-    with pytest.raises(ValueError, match=f"attention: got cudnn, which cannot compute {named}; fix: attention=blockwise"):
+    with pytest.raises(
+        ValueError, match=f"attention: got cudnn, which cannot compute {named}; fix: attention=blockwise"
+    ):
         load_config(recipe, "gpu", [DETERMINISTIC, "attention=cudnn", *overrides])
     assert capsys.readouterr().err == ""
     c = load_config(recipe, "gpu", [DETERMINISTIC, "attention=[cudnn, blockwise]", *overrides])

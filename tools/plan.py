@@ -45,11 +45,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from gpu_targets import GPUS, gpu_grid
+
 import model
 import train
 from config import Config, batch_specs, largest_microbatch, load_config, make_execution, mesh_sizes, pin_settings
 from data import local_path
-from gpu_targets import GPUS, gpu_grid
 from metrics import PEAK_FLOPS, flops_per_token
 from processes import RunFailed, add_verb, first_line, inputs_are_checked, run_command, sole_writer
 
@@ -285,7 +286,12 @@ def topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     kind, chips = parse_topology(topology)
     chip = CHIPS[kind]
     if kind in GPUS:
-        asked = {"platform": "cuda", "topology_name": kind, "topology": gpu_grid(*chips), "target_config": chip.target()}
+        asked = {
+            "platform": "cuda",
+            "topology_name": kind,
+            "topology": gpu_grid(*chips),
+            "target_config": chip.target(),
+        }
     else:
         asked = {
             "platform": "tpu", "topology_name": f"{chip.name}:{topology.partition(':')[2]}",
@@ -469,7 +475,9 @@ def sent_by(op: Op, devices: int) -> int:
 def computes(op: Op) -> bool:
     """Work that can hide a collective: a matmul or the attention kernel. On a GPU they are calls of cuBLAS, cuDNN, Triton."""
     called = re.search(r'custom_call_target="__cu(?:blas|dnn)\$|"kind":"__triton_\w*gemm', op.text)
-    return bool(called) or "splash" in op.name or op.kind == "fusion" and "kOutput" in op.text and "dot_general" in op.text
+    return (
+        bool(called) or "splash" in op.name or op.kind == "fusion" and "kOutput" in op.text and "dot_general" in op.text
+    )
 
 
 class Compiled(NamedTuple):
@@ -676,7 +684,9 @@ def run_plan(args) -> int:
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu: got {args.mfu}, expected a fraction between 0 and 1, as 0.445")
     if args.mfu is None and CHIPS[kind].mfu is None:
-        raise ValueError(f"--mfu: missing, expected the fraction of its peak at which a {kind} works; it was not measured")
+        raise ValueError(
+            f"--mfu: missing, expected the fraction of its peak at which a {kind} works; it was not measured"
+        )
     compilers = ("libtpu",) if kind in TPUS else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(map(importlib.util.find_spec, compilers)):
         fix = f"pip install -r requirements-{'tpu' if kind in TPUS else 'gpu'}.txt"
@@ -728,7 +738,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     p.add_argument("--devices", required=True, type=int, help="how many; the mesh of the hardware file is filled up")
     p = verb("compile", run_plan, "Compile the step for TPUs or GPUs: memory, schedule, overlap, cost.",
              "--topology v5p:4x4x8")  # fmt: skip
-    p.add_argument("--topology", required=True, metavar="KIND:XxYxZ", help="v5p:4x4x8 or tpu7x:4x4x4, in chips; h100:64")
+    p.add_argument(
+        "--topology", required=True, metavar="KIND:XxYxZ", help="v5p:4x4x8 or tpu7x:4x4x4, in chips; h100:64"
+    )
     p.add_argument("--mfu", type=float, help="for the cost; default: the case study's on that TPU")
     p.add_argument("--full", action="store_true", help="compile to the end, kernels included (can take an hour)")
     p.add_argument("--keep", metavar="DIR", help="leave the compiler's dump and log there")
