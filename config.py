@@ -435,6 +435,9 @@ def pin_settings() -> None:
     accelerators = hardware_utils.num_available_tpu_chips_and_device_id()[0] or any(map(glob.glob, devices))
     if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
         jax.config.update("jax_platforms", "cpu")
+    if glob.glob("/dev/nvidia*") + glob.glob("/dev/dxg"):
+        # Law 3: in products of float32 cuBLAS would round to TF32's 10 bits. A user's own value stands, and is recorded.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     for name, value in PINNED.items():
         if (got := getattr(jax.config, name)) != value:
             print(f"{name.upper()}={got} would change the numbers and is not used", file=sys.stderr)

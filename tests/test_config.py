@@ -273,8 +273,9 @@ def test_environment_that_changed_is_said(house, straight, tmp_path):
     ],
 )
 def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, there, chips, chosen, expected):
-    """A TPU or a GPU that is not found any more."""
-    updates = []
+    """A TPU or a GPU that is not found any more; float32 that a GPU rounds to TF32, with another loss."""
+    updates, variables = [], {}
+    monkeypatch.setattr(config.os, "environ", variables)
     settings = types.SimpleNamespace(jax_platforms=chosen, update=lambda name, value: updates.append(value))
     monkeypatch.setattr(jax, "config", settings)
     monkeypatch.setattr(config, "PINNED", {})
@@ -283,3 +284,4 @@ def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, ther
     monkeypatch.setattr(config.hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (chips, None))
     pin_settings()
     assert updates == expected
+    assert variables == ({"NVIDIA_TF32_OVERRIDE": "0"} if "/dev/nvidiactl" in there else {})

@@ -21,9 +21,9 @@ def test_hosts_are_whole():
 
 def test_memory_that_a_program_may_fill(monkeypatch):
     """A step that is said to fit because the last quarter is counted, which JAX leaves alone by default."""
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     assert {name: gpu.hbm for name, gpu in GPUS.items()} == {"h100": 59.33, "h200": 105.75, "rtx4090": 17.74}
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")
     assert GPUS["h100"].hbm == 72.78
 
 

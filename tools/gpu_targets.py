@@ -43,7 +43,7 @@ class Gpu(NamedTuple):
     @property
     def hbm(self) -> float:
         """GiB that a program may fill: JAX takes three quarters of the memory, unless its variable says otherwise."""
-        return round(self.memory / 2**30 * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")), 2)
+        return round(self.memory / 2**30 * float(os.environ.get("XLA_CLIENT_MEM_FRACTION", "0.75")), 2)
 
     def target(self) -> str:
         """The text of a GpuTargetConfigProto."""

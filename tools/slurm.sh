@@ -12,7 +12,7 @@
 # TERM@300: five minutes before the time limit the trainers get SIGTERM, save, and exit 143.
 
 # JAX leaves a quarter of the memory alone, unless told otherwise.
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.92}
 
 # wait: a process that has ended early gives the others time to save. A dead one ends them by its missing heartbeat.
 srun --wait=300 python train.py --distributed "$@"
