@@ -1,11 +1,11 @@
-"""The attention of model.py, computed faster: blockwise on any machine, JAX's Splash kernel on a TPU.
+"""The attention of model.py, computed faster: blockwise on any machine, JAX's Splash kernel on a TPU, cuDNN's on a GPU.
 
 All have the signature of model.dense_attention once their block sizes are bound: (q, k, v, where, slot) -> heads_out.
 Tests hold them equal to it, forward and backward. `choose_attention` binds them as a hardware file says. Imports
 model.py alone.
 
 Source: FlashAttention 2 (https://arxiv.org/abs/2307.08691) for the backward pass of a block;
-jax.experimental.pallas.ops.tpu.splash_attention for the kernel. Dimensions as in model.py; Q queries of one block.
+jax.experimental.pallas.ops.tpu.splash_attention and jax.nn.dot_product_attention for the kernels. Dimensions as in model.py; Q queries of one block.
 """
 
 import math
@@ -44,8 +44,9 @@ class SplashConfig:
                 raise ValueError(f"splash.{name}: got {getattr(self, name)!r}, expected head_dim_minor or seq_minor")
 
 
-def choose_attention(name: str, block: int, splash: SplashConfig | None, interpret: bool) -> tuple[Callable, int]:
-    """(attention, number that its keys have to be a multiple of) that a hardware file names."""
+def choose_attention(name: str, block: int, splash: SplashConfig | None, platform: str) -> tuple[Callable, int]:
+    """(attention, number that its keys have to be a multiple of) that a hardware file names. Where the platform is not a
+    kernel's own, tpu or gpu, plain XLA operations take its place: slow, for tests."""
     if block < 1:
         raise ValueError(f"attention_block: got {block}, expected a positive number")
     if name == "splash" and splash is None:
@@ -53,7 +54,8 @@ def choose_attention(name: str, block: int, splash: SplashConfig | None, interpr
     choices = {
         "dense": (dense_attention, 1),
         "blockwise": (partial(blockwise_attention, block=block), 1),
-        "splash": (partial(splash_attention, tiles=splash, interpret=interpret), 128),  # tiles are 128 keys wide
+        "splash": (partial(splash_attention, tiles=splash, interpret=platform != "tpu"), 128),  # tiles: 128 keys wide
+        "cudnn": (partial(cudnn_attention, implementation="cudnn" if platform == "gpu" else "xla"), 1),
     }
     if name not in choices:
         raise ValueError(f"attention: got {name!r}, expected one of {', '.join(choices)}")
@@ -254,3 +256,47 @@ def splash_attention(q, k, v, where: Where, slot: int, tiles: SplashConfig, inte
         segments = splash_kernels.SegmentIds(q_segment, jnp.where(places.k_pos < 0, -1, k_segment))
     heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     return jax.vmap(kernel)(*heads_first, segments).transpose(0, 2, 1, 3)
+
+
+# -------------------------------------------------------------------------------------------------------------- cuDNN
+
+
+def cudnn_attention(q, k, v, where: Where, slot: int, implementation: str):
+    """cuDNN's flash attention (cudnn), or the same by XLA operations with all [S, T] scores (xla).
+
+    Every query sits at its key: no documents, no offset. config.py refuses a recipe that needs them, and flags of XLA
+    that let the backward pass add up in an order that changes from run to run. Grouped heads are the kernel's own.
+    """
+    if where.places.q_segment is not None or where.offset != 0:
+        raise ValueError("attention cudnn: got documents or a sequence over devices; fix: attention blockwise")
+    return attend_and_keep(where.window, slot, implementation, q, k, v)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend_and_keep(window: int | None, slot: int, implementation: str, q, k, v):
+    """Attention whose output and logsumexp have names, so that remat can save what the kernel's backward pass reads.
+
+    jax.nn.dot_product_attention names neither: under jax.checkpoint its forward kernel would run twice.
+    """
+    return _attend_and_keep_fwd(window, slot, implementation, q, k, v)[0]
+
+
+def _attend_and_keep_fwd(window, slot, implementation, q, k, v):
+    attend = partial(
+        jax.nn.dot_product_attention, scale=1.0, is_causal=True, implementation=implementation,
+        local_window_size=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+    out, pullback = jax.vjp(attend, q, k, v)
+    named = save_as("heads_out", slot, out)
+
+    def keep(x):  # pullback is a tree of what it reads: q, k, v, the output, and of three dimensions the logsumexp
+        return named if x is out else save_as("lse", slot, x) if x.ndim == 3 else x
+
+    return named, jax.tree.map(keep, pullback)
+
+
+def _attend_and_keep_bwd(window, slot, implementation, pullback, dout):
+    return pullback(dout)
+
+
+attend_and_keep.defvjp(_attend_and_keep_fwd, _attend_and_keep_bwd)

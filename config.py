@@ -95,7 +95,7 @@ class MeshConfig:
 class HardwareConfig:
     mesh: MeshConfig
     microbatch: int  # the most sequences that a device computes at once; the rest is accumulated
-    attention: str
+    attention: str | list  # a name, or a list: load_config takes the first that can compute the recipe
     attention_block: int
     splash: SplashConfig | None  # of attention splash
     remat: str | list | dict  # "all": every activation is saved; a list: those names; or {microbatch: either of them}
@@ -112,6 +112,9 @@ class HardwareConfig:
             raise ValueError(f"microbatch: got {self.microbatch}, expected a positive number")
         if not 0 <= self.loader_workers <= 1024:
             raise ValueError(f"loader_workers: got {self.loader_workers}, expected 0 to 1024 processes")
+        if "cudnn" in (self.attention, *self.attention) and self.xla_flags.get("xla_gpu_deterministic_ops") is not True:
+            raise ValueError("attention: got cudnn, whose gradients differ from run to run without XLA's deterministic "
+                             "operations; fix: xla_flags.xla_gpu_deterministic_ops=true")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Config:
             raise ValueError(f"model.window: got {self.model.window}, expected at most data.sequence_length {S}")
         if B * S >= 2**31:
             raise ValueError(f"data.global_batch: {B} x {S} tokens do not fit in int32")
+        if self.hardware.attention == "cudnn" and (fault := beyond_cudnn(self)):
+            raise ValueError(f"attention: got cudnn, which cannot compute {fault}; fix: attention=blockwise")
         for microbatch in range(1, min(self.hardware.microbatch, B) + 1):
             make_execution(self, microbatch, "tpu")
 
@@ -195,7 +200,32 @@ def assemble_config(science: dict, name: str, hardware: str | None, overrides: l
             raise ValueError(f"{section}: missing section; fix: add it to {name}")
     if isinstance(raw["run"], dict):
         raw["run"].setdefault("sample_prompt", None)  # a key that came later and changes no number: old records go on
-    return Config(**{key: build(kind, raw[key], key) for key, kind in typing.get_type_hints(Config).items()})
+    sections = {key: build(kind, raw[key], key) for key, kind in typing.get_type_hints(Config).items()}
+    if isinstance(sections["hardware"].attention, list):
+        attention = first_able(sections["hardware"].attention, beyond_cudnn(types.SimpleNamespace(**sections)))
+        sections["hardware"] = dataclasses.replace(sections["hardware"], attention=attention)
+    return Config(**sections)
+
+
+def beyond_cudnn(config) -> str | None:
+    """The key and value that cuDNN's attention cannot compute; None: it can compute the recipe."""
+    limits = (
+        ("data.document_mask", config.data.document_mask, (False,)),
+        ("mesh.context", config.hardware.mesh.context, (1,)),
+        ("model.compute_dtype", config.model.compute_dtype, ("bfloat16",)),
+        ("model.head_dim", config.model.head_dim, range(8, 129, 8)),  # larger heads need a Hopper GPU, or a later one
+    )
+    return next((f"{key} {got}" for key, got, allowed in limits if got not in allowed), None)
+
+
+def first_able(attentions: list, fault: str | None) -> str:
+    """The first of the attentions that can compute the recipe; a line says why it is not the first of all."""
+    able = [name for name in attentions if name != "cudnn" or not fault]
+    if not able:
+        raise ValueError(f"attention: got {attentions}, none of which can compute {fault}; fix: [cudnn, blockwise]")
+    if able[0] != attentions[0]:
+        say(f"attention: {able[0]}, since cudnn cannot compute {fault}")
+    return able[0]
 
 
 def build(kind, value, where: str):
@@ -289,9 +319,7 @@ def make_execution(config: Config, microbatch: int, platform: str) -> model.Exec
         if not fitting:
             raise ValueError(f"remat: got entries for {list(remat)} sequences, expected one for {microbatch} or more")
         remat = remat[min(fitting)]
-    attention, key_multiple = choose_attention(
-        hardware.attention, hardware.attention_block, hardware.splash, interpret=platform != "tpu"
-    )
+    attention, key_multiple = choose_attention(hardware.attention, hardware.attention_block, hardware.splash, platform)
     return model.Execution(
         attention=attention,
         remat=None if remat == "all" else tuple(remat),
@@ -359,9 +387,11 @@ def to_device(batch: dict, mesh, config: Config, rows: int) -> dict[str, jax.Arr
 def detect_hardware() -> str:
     """Name of the hardware file for the first device."""
     kind = jax.devices()[0].device_kind
-    known = {"cpu": "cpu", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v7x": "ironwood", "TPU7x": "ironwood"}
-    if jax.devices()[0].platform == "gpu":
-        return "gpu"
+    known = {"cpu": "cpu", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v7x": "ironwood", "TPU7x": "ironwood",
+             "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100", "NVIDIA H100 NVL": "h100",
+             "NVIDIA H200": "h200", "NVIDIA H200 NVL": "h200", "NVIDIA GeForce RTX 4090": "rtx4090"}  # fmt: skip
+    if kind not in known and jax.devices()[0].platform == "gpu":
+        return "gpu"  # any other
     if kind not in known:
         raise ValueError(f"device: got kind {kind!r}, expected one of {', '.join(known)}; fix: pass --hardware NAME")
     return known[kind]
@@ -405,6 +435,9 @@ def pin_settings() -> None:
     accelerators = hardware_utils.num_available_tpu_chips_and_device_id()[0] or any(map(glob.glob, devices))
     if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
         jax.config.update("jax_platforms", "cpu")
+    if glob.glob("/dev/nvidia*") + glob.glob("/dev/dxg"):
+        # Law 3: in products of float32 cuBLAS would round to TF32's 10 bits. A user's own value stands, and is recorded.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     for name, value in PINNED.items():
         if (got := getattr(jax.config, name)) != value:
             print(f"{name.upper()}={got} would change the numbers and is not used", file=sys.stderr)

@@ -473,7 +473,7 @@ class Lockstep:
     def __init__(self, config: model.ModelConfig, params: OrbaxLeaves, tokens_BS: np.ndarray):
         self.config, self.params, self.tokens = config, params, tokens_BS
         self.blocks, self.own, self.theirs = [], None, None
-        attention, key_multiple = choose_attention("blockwise", 128, None, interpret=True)
+        attention, key_multiple = choose_attention("blockwise", 128, None, "cpu")
         execution = model.Execution(attention, None, scan_unroll=1, loss_chunk=CHUNK, key_multiple=key_multiple)
         auto = (jax.sharding.AxisType.Auto,) * 4
         mesh = jax.make_mesh((1, 1, 1, 1), model.AXES, devices=jax.devices()[:1], axis_types=auto)

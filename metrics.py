@@ -26,9 +26,10 @@ from tqdm import tqdm
 import data
 from processes import RunFailed, clock, replace_file, say, speaks
 
-# bf16 FLOP/s of one JAX device: a v5p chip; half an Ironwood chip (2,307 TFLOP/s); an H100 as OLMo-core counts it.
+# bf16 FLOP/s of one JAX device: a v5p chip; half an Ironwood chip (2,307 TFLOP/s); an H100 as OLMo-core counts it, and
+# an H200, which has the same cores; an RTX 4090 that adds up in fp32 (NVIDIA's "Ada GPU Architecture").
 PEAK_FLOPS = {"TPU v5": 459e12, "TPU v5p": 459e12, "TPU v7x": 1153.5e12, "TPU7x": 1153.5e12,
-              "NVIDIA H100 80GB HBM3": 989.5e12}  # fmt: skip
+              "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12, "NVIDIA GeForce RTX 4090": 165.2e12}  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- files of a run

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 # In the order in which a reader meets them: what a page needs stands on one before it.
 PAGES = ("README", "tour", "data", "stages", "checkpoints", "sharding", "convert", "evaluation", "compare", "launching",
-         "tpu", "parity", "claims", "faq", "posttraining")  # fmt: skip
+         "tpu", "gpu", "parity", "claims", "faq", "posttraining")  # fmt: skip
 # A part of a block -> why it is not run here. Such a block says on its page what it needs.
 LEFT_OUT = {
     "requirements-dev.txt && python -m pytest": "CI runs it",
@@ -33,6 +33,9 @@ LEFT_OUT = {
     "data/domains": "needs the block before it",
     "data/evals": "needs the block before it",
     "requirements-tpu.txt": "installs a TPU's compiler; tests/test_plan.py runs it where that is installed",
+    "requirements-gpu.txt": "5 GB of JAX for GPUs",
+    "--hardware h100": "needs the GPU's compiler; pytest -m gpu_plan runs it where that is installed",
+    "sbatch": "needs Slurm; tests/test_slurm.py runs the script with stubs",
     "bench/": "a benchmark: minutes to hours",
 }
 

@@ -16,11 +16,13 @@ from test_model import (
     QUICK,
     YARN_TINY,
     difference,
+    loss_and_gradients,
     on_mesh,
     random_batch,
     random_params,
     run_copied_out,
     run_logits,
+    worst,
 )
 
 import model
@@ -33,7 +35,7 @@ SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor")
 @pytest.mark.parametrize(
     "name, block, parts",
     [
-        ("flash", 8, ("attention", "'flash'", "dense", "blockwise", "splash")),
+        ("flash", 8, ("attention", "'flash'", "dense", "blockwise", "splash", "cudnn")),
         ("blockwise", 0, ("attention_block", "0", "positive")),
         ("splash", 8, ("splash", "null", "tiles")),
     ],
@@ -41,17 +43,17 @@ SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor")
 def test_choose_attention_refuses(name, block, parts):
     """Catches an unknown attention, blocks of nothing and a kernel without tiles before anything is compiled."""
     with pytest.raises(ValueError) as e:
-        choose_attention(name, block, None, interpret=True)
+        choose_attention(name, block, None, "cpu")
     assert all(part in str(e.value) for part in parts), e.value
 
 
 def executions(block: int) -> dict[str, model.Execution]:
-    """Name -> Execution with blocks of so many queries; Splash is interpreted."""
-    chosen = {name: choose_attention(name, block, SPLASH, interpret=True) for name in ("dense", "blockwise", "splash")}
+    """Name -> Execution with blocks of so many queries; Splash is interpreted, cuDNN's is made of XLA operations."""
+    chosen = {name: choose_attention(name, block, SPLASH, "cpu") for name in ("dense", "blockwise", "splash", "cudnn")}
     return {name: replace(DENSE, attention=f, key_multiple=n) for name, (f, n) in chosen.items()}
 
 
-@pytest.mark.parametrize("name", ["dense", "blockwise"])
+@pytest.mark.parametrize("name", ["dense", "blockwise", "cudnn"])
 def test_window_seen_through_attention(name):
     """Catches a key range of the blockwise attention that is short by one key, or a mask that it does not apply."""
     rng = np.random.default_rng(0)
@@ -189,13 +191,58 @@ def test_splash_equals_dense(shards, S, window, documents):
         assert difference(a, b) < 1e-5, name
 
 
+@pytest.mark.parametrize("S, heads, window", [(16, (4, 4), None), (21, (6, 2), 8), (9, (6, 1), 1), (12, (4, 2), 12)])
+def test_cudnn_equals_dense(S, heads, window):
+    """Catches a window of one key more or less, queries scaled twice, grouped heads in the wrong order, a causal mask
+    that is missing: outputs and the gradients of q, k and v."""
+    H, G = heads
+    rng = np.random.default_rng(S)
+    q, k, v, weight = (jnp.asarray(rng.normal(size=(2, S, h, 6)), jnp.float32) for h in (H, G, G, H))
+    where = Where(Places(jnp.arange(S), jnp.arange(S), None, None), window, 0)
+
+    def value(name, q, k, v):
+        out = executions(4)[name].attention(q, k, v, where, 0)
+        return jnp.sum(out * weight), out
+
+    results = [
+        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
+        for name in ("dense", "cudnn")
+    ]
+    ((_, dense), dense_grads), ((_, cudnn), cudnn_grads) = results
+    np.testing.assert_allclose(cudnn, dense, atol=3e-6)
+    for a, b in zip(cudnn_grads, dense_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", [None, ("q", "k", "v", "heads_out", "lse", "ffn_out")], ids=["all", "named"])
+def test_a_step_with_cudnn_equals_dense(remat):
+    """Catches a gradient that is lost or doubled between the kernel's own derivative and what remat keeps of it."""
+    c = replace(CONFIG, pattern="sssf")
+    params, batch = random_params(c), random_batch(c, 4, 12)
+    execution = replace(executions(4)["cudnn"], remat=remat)
+    loss, _, grads = loss_and_gradients(c, params, batch, execution, shape=(1, 2, 1, 2))
+    expected, _, expected_grads = loss_and_gradients(c, params, batch, DENSE)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert worst(grads, expected_grads)[0] < 1e-5
+
+
+@pytest.mark.parametrize("offset, documents", [(3, False), (None, False), (0, True)])
+def test_cudnn_refuses_what_it_would_compute_wrongly(offset, documents):
+    """Catches documents that leak into each other, and a shard's queries placed at the sequence's begin."""
+    segments = jnp.zeros((1, 8), jnp.int32) if documents else None
+    where = Where(Places(jnp.arange(8), jnp.arange(8), segments, segments), None, offset)
+    x = jnp.zeros((1, 8, 2, 8))
+    with pytest.raises(ValueError, match="documents or a sequence over devices; fix: attention blockwise"):
+        executions(4)["cudnn"].attention(x, x, x, where, 0)
+
+
 ALONE = """
 import jax, jax.numpy as jnp, numpy as np
 from attention import choose_attention
 from model import Places, Where
 q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 12, 4, 8))
 where = Where(Places(jnp.arange(12), jnp.arange(12), None, None), window=5, offset=0)
-dense, blockwise = (choose_attention(name, 4, None, False)[0] for name in ("dense", "blockwise"))
+dense, blockwise = (choose_attention(name, 4, None, "cpu")[0] for name in ("dense", "blockwise"))
 np.testing.assert_allclose(dense(q, k, v, where, 0), blockwise(q, k, v, where, 0), atol=1e-5)
 """
 

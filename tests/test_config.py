@@ -77,6 +77,8 @@ from config import load_config, make_mesh, pin_settings
         ("loss.z_loss=-1", "loss.z_loss: got -1.0, expected 0 or more"),
         ("xla_flags.xla_cpu_prefer_vector_width=", "xla_flags: "),
         ("attention=flash", "attention: got 'flash', expected one of"),
+        ("attention=[]", "attention: got [], none of which"),
+        ("attention=[cudnn]", "attention: got cudnn, whose gradients differ from run to run"),
         ("mesh.fsdp=3", "mesh: got {'data': 1, 'fsdp': 3"),
         ("xla_flags.xla_no_such_flag=1", "xla_flags: "),
     ],
@@ -105,6 +107,60 @@ def test_sizes_that_cannot_be_cut(house, main, tmp_path, capsys, monkeypatch, de
     """An obscure shape error after minutes of compiling."""
     use_devices(monkeypatch, devices)
     assert named in refused(capsys, house.argv(tmp_path / "run", override))
+
+
+DETERMINISTIC = "xla_flags={xla_gpu_deterministic_ops: true}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "named"),
+    [
+        ("stage3", (), "data.document_mask True"),
+        ("stage1", ("mesh.context=2",), "mesh.context 2"),
+        ("stage1", ("model.compute_dtype=float32",), "model.compute_dtype float32"),
+        ("stage1_hd256", (), "model.head_dim 256"),
+    ],
+)
+def test_what_cudnn_cannot_compute(capsys, recipe, overrides, named):
+    """A recipe that is computed wrongly, or refused after minutes; another attention taken without a word."""
+    with pytest.raises(
+        ValueError, match=f"attention: got cudnn, which cannot compute {named}; fix: attention=blockwise"
+    ):
+        load_config(recipe, "gpu", [DETERMINISTIC, "attention=cudnn", *overrides])
+    assert capsys.readouterr().err == ""
+    c = load_config(recipe, "gpu", [DETERMINISTIC, "attention=[cudnn, blockwise]", *overrides])
+    assert c.hardware.attention == "blockwise"
+    assert capsys.readouterr().err == f"attention: blockwise, since cudnn cannot compute {named}\n"
+    with pytest.raises(ValueError, match=f"none of which can compute {named}"):
+        load_config(recipe, "gpu", [DETERMINISTIC, "attention=[cudnn]", *overrides])
+
+
+@pytest.mark.parametrize("flag", ["{}", "{xla_gpu_deterministic_ops: false}"])
+@pytest.mark.parametrize("attention", ["cudnn", "[blockwise, cudnn]"])
+def test_cudnn_adds_up_in_one_order(flag, attention):
+    """Law 2: gradients whose last bits change from run to run, so that no resumed run is the same."""
+    with pytest.raises(ValueError, match="differ from run to run .* fix: xla_flags.xla_gpu_deterministic_ops=true"):
+        load_config("stage1", "gpu", [f"xla_flags={flag}", f"attention={attention}"])
+    c = load_config("stage1", "gpu", [DETERMINISTIC, "attention=[cudnn, blockwise]"])
+    assert c.hardware.attention == "cudnn"  # the record of the run names what it was computed with
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
+        ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA GeForce RTX 4090", "gpu", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "gpu", "gpu"),  # two thirds of the memory
+        ("TPU v5", "tpu", "v5p"),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_hardware_of_a_device(monkeypatch, kind, platform, expected):
+    """A GPU that gets the file of another, whose micro-batch does not fit its memory; a file that is not there."""
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform=platform)])
+    assert config.detect_hardware() == expected
+    assert (REPO / "configs" / "hardware" / f"{expected}.yaml").is_file()
 
 
 def test_wrong_files_are_one_line(house, main, tmp_path, capsys):
@@ -217,8 +273,9 @@ def test_environment_that_changed_is_said(house, straight, tmp_path):
     ],
 )
 def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, there, chips, chosen, expected):
-    """A TPU or a GPU that is not found any more."""
-    updates = []
+    """A TPU or a GPU that is not found any more; float32 that a GPU rounds to TF32, with another loss."""
+    updates, variables = [], {}
+    monkeypatch.setattr(config.os, "environ", variables)
     settings = types.SimpleNamespace(jax_platforms=chosen, update=lambda name, value: updates.append(value))
     monkeypatch.setattr(jax, "config", settings)
     monkeypatch.setattr(config, "PINNED", {})
@@ -227,3 +284,4 @@ def test_libtpu_is_left_alone_only_where_there_is_nothing_else(monkeypatch, ther
     monkeypatch.setattr(config.hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (chips, None))
     pin_settings()
     assert updates == expected
+    assert variables == ({"NVIDIA_TF32_OVERRIDE": "0"} if "/dev/nvidiactl" in there else {})

@@ -58,7 +58,18 @@ def test_recipes_of_fine_tuning():
 
 def test_recipes_and_machines_are_all_here():
     assert {"quickstart", "stage1", "stage1_ai2", "stage2", "stage3"} <= set(RECIPES)
-    assert {"cpu", "gpu", "v5p", "ironwood"} <= set(MACHINES)
+    assert {"cpu", "gpu", "h100", "h200", "rtx4090", "v5p", "ironwood"} <= set(MACHINES)
+
+
+@pytest.mark.parametrize("machine", ["gpu", "h100", "h200", "rtx4090"])
+def test_gpus_add_up_in_one_order(machine):
+    """Law 2: a file for GPUs whose embedding's gradient is added up by atomics; products left to kernels that are timed
+    at every start or, untimed, are slow; cuDNN's forward kernel run twice."""
+    hardware = load("stage1", machine).hardware
+    flags = hardware.xla_flags
+    assert flags["xla_gpu_deterministic_ops"] is True and flags["xla_gpu_enable_triton_gemm"] is False
+    for size in range(1, hardware.microbatch + 1):
+        assert {"heads_out", "lse"} <= set(make_execution(load("stage1", machine), size, "gpu").remat)
 
 
 def test_science_and_hardware_have_disjoint_keys():

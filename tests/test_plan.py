@@ -408,6 +408,34 @@ def test_plan_of_a_small_model(capsys, machine, topology, devices):
         assert 10 <= row["overlapped"] <= row["asynchronous"] <= 14
 
 
+@pytest.mark.gpu_plan
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs requirements-gpu.txt")
+@pytest.mark.parametrize(("machine", "kernels"), [("h100", {"fmhaSoftmax", "fmhaSoftmaxBackward"}), ("gpu", set())])
+def test_plan_of_a_small_model_on_gpus(capsys, tmp_path, machine, kernels):
+    """A step that the GPU's compiler refuses; cuDNN's forward kernel run again in the backward pass; products that go to
+    untuned Triton kernels; an embedding whose gradient is added up by atomics; gathers that are repeated or dropped."""
+    kept = ("--keep", str(tmp_path / "kept"), "--mfu", "0.4", "--json")
+    assert plan_tool.main(plan_arguments(machine, "h100:4", *kept)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["devices"], plan["chips"], plan["device_kind"]) == (4, 4, plan_tool.GPUS["h100"].kind)
+    c = load_config("stage1", machine, list(SMALL))
+    memory, state = plan["memory"], 12 * model.parameter_count(c.model) / 4 / 2**30
+    assert state <= memory["arguments_gib"] + 0.005 <= state * 1.1 + 0.01
+    assert memory["fits"] and memory["limit_gib"] == plan_tool.GPUS["h100"].hbm and plan["scheduler"] is None
+
+    lines = next((tmp_path / "kept").glob("*gpu_after_optimizations.txt")).read_text().splitlines()
+    assert {name for line in lines for name in re.findall(r'custom_call_target="__cudnn\$(\w+)"', line)} == kernels
+    assert not [line for line in lines if '$fmhaSoftmax"' in line and "rematted_computation" in line]
+    assert not [line for line in lines if re.search(r'"kind":"__triton\w*gemm', line)]
+    assert any("__cublas$" in line for line in lines)
+    assert all("unique_indices=true" in line for line in lines if " scatter(" in line)
+    rows = plan["collectives"]
+    gathers = [one for one in plan_tool.collectives(c, 4) if one.kind == "all-gather"]
+    assert sent(rows, ["all-gather"]) == sum(one.sent_a_step for one in gathers)
+    scatters = [one for one in plan_tool.collectives(c, 4) if one.kind == "reduce-scatter"]
+    assert sent(rows, ["reduce-scatter"]) == sum(one.sent_a_step for one in scatters)
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_plan_to_the_end(capsys, tmp_path):
@@ -517,6 +545,40 @@ def test_compiled_collectives_are_found():
     ]
 
 
+GPU_MODULE = """HloModule jit_train_step, is_scheduled=true
+
+%body (state: (s32[], bf16[8,32])) -> (s32[], bf16[8,32]) {
+  %all-gather-start.1 = (bf16[8,32]{1,0}, bf16[32,32]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, metadata={op_name="jit(f)/transpose(jvp())/while/body/gather"}
+  %custom-call.2 = (bf16[8,32]{1,0}, s8[16]{0}) custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %all-gather-done.1 = bf16[32,32]{1,0} all-gather-done(%all-gather-start.1)
+  %reduce-scatter-start = ((f32[32,32]{1,0}, f32[64,32]{1,0}), (f32[8,32]{1,0}, f32[16,32]{1,0})) reduce-scatter-start(%a, %b), replica_groups=[2,4]<=[8]
+  %wrapped = f32[8,32]{1,0} fusion(%a), kind=kLoop, calls=%loop_fusion
+  %reduce-scatter-done = (f32[8,32]{1,0}, f32[16,32]{1,0}) reduce-scatter-done(%reduce-scatter-start)
+  ROOT %tuple.1 = (s32[], bf16[8,32]) tuple(%i, %x)
+}
+
+%condition (state: (s32[], bf16[8,32])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: bf16[8,32]) -> bf16[8,32] {
+  %while.1 = (s32[], bf16[8,32]{1,0}) while(%init), condition=%condition, body=%body, metadata={scheduling_name="while.1"}, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""  # noqa: E501
+
+
+def test_compiled_collectives_of_a_gpu():
+    """Operands of a combined reduce-scatter counted with its results; a loop without a name or a bound that is not
+    counted; a collective that a loop fusion is said to hide, or that cuBLAS is not."""
+    computations = plan_tool.parse_hlo(GPU_MODULE)
+    loops = plan_tool.find_loops(computations)
+    assert loops == {"body": ("backward", 7)}
+    assert [tuple(row) for row in plan_tool.compiled_collectives(computations, loops, devices=8)] == [
+        ("backward", 7, "all-gather", 1, 8 * 32 * 2 * 3, 1, 1),
+        ("backward", 7, "reduce-scatter", 1, (32 + 64) * 32 * 4 * 3 // 4, 1, 0),
+    ]
+
+
 SCHEDULED = """I1 scheduler] Statistics {when} scheduling:
 I1 scheduler] For computation: {name}, module jit_{module}(0)
 I1 scheduler] Total wasted cycles: 3e+09
@@ -620,6 +682,9 @@ def test_flops_of_the_case_study():
     [
         ("v4:2x2x1", (), "--topology: got 'v4:2x2x1', expected KIND:XxYxZ in chips, KIND one of v5p, tpu7x"),
         ("v5p:2x2", (), "--topology: got 'v5p:2x2'"),
+        ("h100:2x2x2", (), "or KIND:N, KIND one of h100, h200, rtx4090"),
+        ("h100:0", (), "--topology: got 'h100:0'"),
+        ("h100:64", (), "--mfu: missing, expected the fraction of its peak at which a h100 works"),
         ("v5p:4x4x4", ("--set", "mesh.data=2"), "for 64 devices, expected sizes whose product is 64"),
         ("v5p:4x4x8", ("--mfu", "44.5"), "--mfu: got 44.5, expected a fraction"),
         ("v5p:4x4x8", ("--mfu", "nan"), "--mfu: got nan, expected a fraction"),
@@ -666,6 +731,8 @@ def test_without_the_compiler(capsys, monkeypatch):
     monkeypatch.setattr(plan_tool.importlib.util, "find_spec", lambda name: None)
     assert plan_tool.main(plan_arguments("v5p", "v5p:2x2x1")) == 2
     assert "libtpu, the compiler: not installed; fix: pip install -r requirements-tpu.txt" in capsys.readouterr().err
+    assert plan_tool.main(plan_arguments("h100", "h100:4", "--mfu", "0.4")) == 2
+    assert "compiler: not installed; fix: pip install -r requirements-gpu.txt" in capsys.readouterr().err
 
 
 @needs_libtpu

@@ -2,13 +2,15 @@
 
     python tools/plan.py collectives --config stage1.yaml --hardware v5p --devices 512
     python tools/plan.py compile --config stage1.yaml --hardware v5p --topology v5p:4x4x8
+    python tools/plan.py compile --config stage1.yaml --hardware h100 --topology h100:64 --mfu 0.4
 
 `collectives` traces the training step for a mesh of abstract devices: nothing is compiled or computed and no accelerator
 is touched. It lists what the devices send to each other in one step and where in the source that is asked for. A compiler
 may merge or overlap collectives, and it may fuse them with computation.
 
-`compile` compiles the same step for a TPU topology with the compiler of requirements-tpu.txt, on any machine, and reads
-what it planned: memory, schedule, the collectives that are left and what they hide behind; then what the run costs.
+`compile` compiles the same step for TPUs or GPUs with the compiler of requirements-tpu.txt or requirements-gpu.txt, on any
+machine, and reads what it planned: memory, schedule (TPU), the collectives that are left and what they hide behind; then
+what the run costs.
 
 Exit codes: 0 done; 1 failed, or the step does not fit; 2 wrong usage or config.
 Read first: model.py and the step of train.py, which write every collective out.
@@ -42,6 +44,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from gpu_targets import GPUS, gpu_grid
 
 import model
 import train
@@ -240,10 +244,12 @@ TPUS = {
     "v5p": Tpu("v5", "megacore", 1, "TPU v5", 95.74, 0.574),
     "tpu7x": Tpu("tpu7x", "default", 2, "TPU7x", 96.0, 0.445),  # Ironwood
 }
+CHIPS = TPUS | GPUS
 
 ENVIRONMENT = {  # of the process that compiles
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program out of the cache has no schedule to read
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no driver whose version could be asked
     "TPU_ACCELERATOR_TYPE": "",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
@@ -257,33 +263,43 @@ DUMP = "--xla_dump_to={} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_tra
 # Files of the dump, in the order in which XLA writes them, and what it does until then.
 STAGES = {
     "before_optimizations.txt": "tracing the step",
-    "after_optimizations_before_buffer_assignment.txt": "optimising and scheduling",
-    "after_optimizations.txt": "assigning buffers",
+    "after_optimizations.txt": "optimising and scheduling",
     "after_optimizations-buffer-assignment.txt": "assigning buffers",
     "after_optimizations-memory-usage-report.txt": "assigning buffers",
 }
-HLO, ASSIGNMENT, MEMORY = list(STAGES)[2:]
+HLO, ASSIGNMENT, MEMORY = list(STAGES)[1:]
 REASON = "plan.py: error: "
 
 
 def parse_topology(text: str) -> tuple[str, tuple[int, ...]]:
-    """v5p:4x4x8 -> ("v5p", (4, 4, 8)): chips along each axis."""
-    found = re.fullmatch(r"(\w+):(\d+)x(\d+)x(\d+)", text)
-    if not found or found[1] not in TPUS or "0" in found.groups():
-        raise ValueError(f"--topology: got {text!r}, expected KIND:XxYxZ in chips, KIND one of {', '.join(TPUS)}; "
-                         "example: v5p:4x4x8")  # fmt: skip
-    return found[1], tuple(int(n) for n in found.groups()[1:])
+    """v5p:4x4x8 -> ("v5p", (4, 4, 8)): chips along each axis; h100:64 -> ("h100", (64,))."""
+    kind, _, sizes = text.partition(":")
+    pattern = {True: r"\d+x\d+x\d+", False: r"\d+"}[kind in TPUS]
+    if kind not in CHIPS or not re.fullmatch(pattern, sizes) or "0" in sizes.split("x"):
+        raise ValueError(f"--topology: got {text!r}, expected KIND:XxYxZ in chips, KIND one of {', '.join(TPUS)}, or "
+                         f"KIND:N, KIND one of {', '.join(GPUS)}; example: v5p:4x4x8")  # fmt: skip
+    return kind, tuple(map(int, sizes.split("x")))
 
 
 def topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     """The mesh over devices that only the compiler knows. ValueError if it knows no such topology."""
     kind, chips = parse_topology(topology)
+    chip = CHIPS[kind]
+    if kind in GPUS:
+        asked = {
+            "platform": "cuda",
+            "topology_name": kind,
+            "topology": gpu_grid(*chips),
+            "target_config": chip.target(),
+        }
+    else:
+        asked = {
+            "platform": "tpu", "topology_name": f"{chip.name}:{topology.partition(':')[2]}",
+            "chip_config_name": chip.chip_config, "chips_per_host_bounds": (2, 2, 1), "num_slices": 1,
+            "wrap": tuple(n % 4 == 0 for n in chips),
+        }  # fmt: skip
     try:
-        devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{TPUS[kind].name}:{topology.partition(':')[2]}",
-            chip_config_name=TPUS[kind].chip_config, chips_per_host_bounds=(2, 2, 1), num_slices=1,
-            wrap=tuple(n % 4 == 0 for n in chips),
-        ).devices  # fmt: skip
+        devices = topologies.get_topology_desc(**asked).devices
     except (jax.errors.JaxRuntimeError, RuntimeError) as e:
         raise ValueError(f"--topology: got {topology}, which the compiler refuses: {first_line(e)}") from e
     sizes = mesh_sizes(config, len(devices))
@@ -314,7 +330,7 @@ def compile_in_child(config: Config, topology: str) -> None:
 
 
 def dumped(folder: Path, ending: str) -> Path | None:
-    return next(folder.glob(f"*.jit_train_step.*.{ending}"), None)
+    return next(folder.glob(f"*.jit_train_step.*{ending}"), None)
 
 
 def wait_for_plan(process: subprocess.Popen, folder: Path, topology: str, full: bool) -> None:
@@ -446,7 +462,7 @@ def sent_by(op: Op, devices: int) -> int:
     n = len(listed[1].split(",")) if listed else int(counted[1]) if counted else devices
     kind = COMPILED[op.kind.removesuffix("-start")]
     shapes = re.findall(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]", op.type)
-    if op.kind == "all-gather-start":  # operands, outputs
+    if op.kind in ("all-gather-start", "reduce-scatter-start"):  # operands, outputs
         shapes = shapes[len(shapes) // 2 :]
     elif op.kind == "collective-permute-start":  # operand, output, semaphores
         shapes = shapes[1:2]
@@ -457,8 +473,11 @@ def sent_by(op: Op, devices: int) -> int:
 
 
 def computes(op: Op) -> bool:
-    """Work that can hide a collective: a matmul or the attention kernel."""
-    return "splash" in op.name or op.kind == "fusion" and "kOutput" in op.text and "dot_general" in op.text
+    """Work that can hide a collective: a matmul or the attention kernel. On a GPU they are calls of cuBLAS, cuDNN, Triton."""
+    called = re.search(r'custom_call_target="__cu(?:blas|dnn)\$|"kind":"__triton_\w*gemm', op.text)
+    return (
+        bool(called) or "splash" in op.name or op.kind == "fusion" and "kOutput" in op.text and "dot_general" in op.text
+    )
 
 
 class Compiled(NamedTuple):
@@ -509,12 +528,16 @@ def find_loops(computations: dict[str, list[Op]], body: str = "ENTRY", times: in
     """Name of the body -> what loop it is, of all loops under `body`, which runs so often."""
     loops = {}
     for op in (op for op in computations[body] if op.kind == "while"):
-        name = re.search(r'op_name="([^"]*)"|$', op.text)[1] or ""
+        condition, below = (re.search(rf"{key}=%?([\w.-]+)", op.text)[1] for key in ("condition", "body"))
+        # A loop whose collectives were moved on by a turn (on a GPU) has lost its name; its instructions have theirs.
+        names = re.findall(r'op_name="([^"]*)"', op.text)
+        names += [n for one in computations[below] for n in re.findall(r'op_name="([^"]*/while)/body', one.text)]
+        name = next(iter(names), "")
         marks = {"transpose(": "backward", "(loss)": "loss", "jvp(": "forward"}
         place = next((said for mark, said in marks.items() if mark in name), "micro-batches")
-        condition, below = (re.search(rf"{key}=%?([\w.-]+)", op.text)[1] for key in ("condition", "body"))
-        bounds = [int(n) for one in computations[condition] for n in re.findall(r" constant\((\d+)\)", one.text)]
-        loops[below] = Loop(place, times * bounds[0] if times and len(bounds) == 1 else None)
+        known = re.findall(r'"known_trip_count":{"n":"(\d+)"', op.text)  # a GPU's compiler says it
+        bounds = known or [n for one in computations[condition] for n in re.findall(r" constant\((\d+)\)", one.text)]
+        loops[below] = Loop(place, times * int(bounds[0]) if times and len(bounds) == 1 else None)
         loops |= find_loops(computations, below, loops[below].times)
     return loops
 
@@ -535,15 +558,15 @@ def compiled_collectives(computations: dict[str, list[Op]], loops: dict[str, Loo
 
 def cost(config: Config, kind: str, chips: int, mfu: float) -> dict:
     """Of the whole run on so many chips; `mfu` counts full-causal FLOPs, as the case study does."""
-    tokens, tpu = config.data.global_batch * config.data.sequence_length, TPUS[kind]
+    tokens, chip = config.data.global_batch * config.data.sequence_length, CHIPS[kind]
     flops = {name: tokens * flops_per_token(config, name) for name in ("full causal", "window-correct", "OLMo-core")}
-    seconds = flops["full causal"] / (chips * tpu.devices * PEAK_FLOPS[tpu.kind] * mfu)
+    seconds = flops["full causal"] / (chips * chip.devices * PEAK_FLOPS[chip.kind] * mfu)
     hours = seconds * config.run.steps * chips / 3600
     return {
         "flops_a_step": flops,
         "mfu": mfu,
         "mfu_window_correct": mfu * flops["window-correct"] / flops["full causal"],
-        "flops_a_device_second": flops["full causal"] / (chips * tpu.devices) / seconds,
+        "flops_a_device_second": flops["full causal"] / (chips * chip.devices) / seconds,
         "seconds_a_step": seconds,
         "steps": config.run.steps,
         "tokens": config.run.steps * tokens,
@@ -554,7 +577,7 @@ def cost(config: Config, kind: str, chips: int, mfu: float) -> dict:
 
 def advice(config: Config, size: int, plan: dict) -> str | None:
     """What to change in the hardware file when memory is short."""
-    if plan["memory"]["fits"] and not plan["scheduler"]["over_memory_limit"]:
+    if plan["memory"]["fits"] and not (plan["scheduler"] and plan["scheduler"]["over_memory_limit"]):
         return None
     names = make_execution(config, size, "tpu").remat
     saved = "everything" if names is None else f"{len(names)} names: {' '.join(names)}"
@@ -569,7 +592,7 @@ def make_plan(config: Config, args, folder: Path, started: float) -> dict:
     """The plan as JSON has it, from the child's output in `folder`."""
     kind, shape = parse_topology(args.topology)
     chips = math.prod(shape)
-    devices = chips * TPUS[kind].devices
+    devices = chips * CHIPS[kind].devices
     sizes = mesh_sizes(config, devices)
     rows = config.data.global_batch // (sizes["data"] * sizes["fsdp"])
     size = largest_microbatch(config, abstract_mesh(config, devices))
@@ -590,16 +613,16 @@ def make_plan(config: Config, args, folder: Path, started: float) -> dict:
         "sequences_a_device": rows,
         "microbatch": size,
         "tokens_a_step": config.data.global_batch * config.data.sequence_length,
-        "memory": parse_memory(report, assignment, log, TPUS[kind].hbm),
-        "scheduler": parse_schedule(log, loops),
+        "memory": parse_memory(report, assignment, log, CHIPS[kind].hbm),
+        "scheduler": parse_schedule(log, loops) if kind in TPUS else None,  # a GPU's prints none
         "collectives": [row._asdict() for row in compiled_collectives(computations, loops, devices)],
-        "cost": cost(config, kind, chips, TPUS[kind].mfu if args.mfu is None else args.mfu),
+        "cost": cost(config, kind, chips, CHIPS[kind].mfu if args.mfu is None else args.mfu),
         "full": said.get("full"),
     }
     return plan | {"advice": advice(config, size, plan), "seconds": round(time.monotonic() - started, 1)}
 
 
-def schedule_text(s: dict) -> tuple[str, str]:
+def schedule_rows(s: dict) -> list[tuple[str, str]]:
     """What the scheduler's cycles are, and whether memory cost overlap."""
     cycles, given_up = "not in the compiler's log", "no"
     if s["cycles"] is not None:
@@ -609,7 +632,7 @@ def schedule_text(s: dict) -> tuple[str, str]:
         cycles += ". Ranks variants on one chip, no more: kernels and SparseCore work count 0"
     if s["over_memory_limit"]:
         given_up = f"**yes**: wanted {s['wanted_gib']} GiB, its limit is {s['scheduler_limit_gib']} GiB"
-    return cycles, given_up
+    return [("overlap given up for memory", given_up), ("scheduler's cycles", cycles)]
 
 
 def collectives_table(rows: list[Compiled]) -> str:
@@ -623,7 +646,6 @@ def plan_report(p: dict) -> str:
     """The plan as two Markdown tables."""
     m, k, full = p["memory"], p["cost"], p["full"]
     flops = {name: f"{n / 1e15:.5g}" for name, n in k["flops_a_step"].items()}
-    cycles, given_up = schedule_text(p["scheduler"])
     rows = [
         ("devices", f"{p['devices']} x {p['device_kind']} on {p['chips']} chips, {p['topology']}"),
         ("mesh", product(tuple(p["mesh"].items()))),
@@ -631,8 +653,7 @@ def plan_report(p: dict) -> str:
         ("tokens a step", f"{p['tokens_a_step']:,}"),
         ("HBM of a device", f"{m['arguments_gib']} GiB of arguments + {m['temporaries_gib']} GiB of temporaries"),
         ("fits", f"{'yes' if m['fits'] else '**no**'}: {m['total_gib']} of {m['limit_gib']} GiB"),
-        ("overlap given up for memory", given_up),
-        ("scheduler's cycles", cycles),
+        *(schedule_rows(p["scheduler"]) if p["scheduler"] else ()),
         ("PFLOP a step", f"{flops['full causal']} full causal, {flops['window-correct']} window-correct, "
                          f"{flops['OLMo-core']} as OLMo-core counts"),
         (f"at {k['mfu']:.1%} MFU, full causal", f"{k['mfu_window_correct']:.1%} window-correct, "
@@ -659,11 +680,17 @@ def run_plan(args) -> int:
         compile_in_child(config, args.topology)
         return 0
     kind, chips = parse_topology(args.topology)
-    mesh_sizes(config, math.prod(chips) * TPUS[kind].devices)
+    mesh_sizes(config, math.prod(chips) * CHIPS[kind].devices)
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu: got {args.mfu}, expected a fraction between 0 and 1, as 0.445")
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("libtpu, the compiler: not installed; fix: pip install -r requirements-tpu.txt")
+    if args.mfu is None and CHIPS[kind].mfu is None:
+        raise ValueError(
+            f"--mfu: missing, expected the fraction of its peak at which a {kind} works; it was not measured"
+        )
+    compilers = ("libtpu",) if kind in TPUS else ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(map(importlib.util.find_spec, compilers)):
+        fix = f"pip install -r requirements-{'tpu' if kind in TPUS else 'gpu'}.txt"
+        raise ValueError(f"{compilers[0]}, the compiler: not installed; fix: {fix}")
     with contextlib.ExitStack() as stack:
         if args.keep is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plan_"))).resolve()
@@ -709,10 +736,12 @@ def parse_args(argv=None) -> argparse.Namespace:
         "collectives", run_collectives, "What the devices send to each other in one training step.", "--devices 512"
     )
     p.add_argument("--devices", required=True, type=int, help="how many; the mesh of the hardware file is filled up")
-    p = verb("compile", run_plan, "Compile the step for a TPU topology: memory, schedule, overlap, cost.",
+    p = verb("compile", run_plan, "Compile the step for TPUs or GPUs: memory, schedule, overlap, cost.",
              "--topology v5p:4x4x8")  # fmt: skip
-    p.add_argument("--topology", required=True, metavar="KIND:XxYxZ", help="v5p:4x4x8 or tpu7x:4x4x4, in chips")
-    p.add_argument("--mfu", type=float, help="for the cost; default: the case study's on that chip")
+    p.add_argument(
+        "--topology", required=True, metavar="KIND:XxYxZ", help="v5p:4x4x8 or tpu7x:4x4x4, in chips; h100:64"
+    )
+    p.add_argument("--mfu", type=float, help="for the cost; default: the case study's on that TPU")
     p.add_argument("--full", action="store_true", help="compile to the end, kernels included (can take an hour)")
     p.add_argument("--keep", metavar="DIR", help="leave the compiler's dump and log there")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the process that compiles
