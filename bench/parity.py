@@ -201,7 +201,9 @@ def model_logits_yarn() -> Comparison:
 def model_logits_32b() -> Comparison:
     c = small_32b()
     params, tokens = random_params(c), np.random.default_rng(1).integers(0, c.vocab_size, (3, 40)).astype(np.int32)
-    transformer = Small32B.olmo3_32B(c.padded_vocab_size, attn_backend=AttentionBackendName.torch).build(init_device="cpu")
+    transformer = Small32B.olmo3_32B(c.padded_vocab_size, attn_backend=AttentionBackendName.torch).build(
+        init_device="cpu"
+    )
     load(transformer, params)
     with torch.no_grad():
         theirs = transformer(torch.tensor(tokens, dtype=torch.long)).numpy()

@@ -134,7 +134,9 @@ def test_learning_rates_of_the_recipes(recipe, step, expected):
     """A recipe whose curve is not the published one (facts checked against OLMo-core's schedulers)."""
     c = load(recipe)
     got = optim.learning_rate(c.optim, c.schedule, step)
-    assert got == pytest.approx(expected, rel=1e-3 if expected < 1e-7 else 1e-4 if step in (679_000, 1_000_000) else 1e-6)
+    assert got == pytest.approx(
+        expected, rel=1e-3 if expected < 1e-7 else 1e-4 if step in (679_000, 1_000_000) else 1e-6
+    )
 
 
 def test_token_counts_of_the_recipes():
