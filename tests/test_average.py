@@ -213,7 +213,7 @@ def mistakes(saved, tmp_path):
         "other heads": ([paths[1], tmp_path / "heads", *out], r"heads: model\.head_dim: got 24, expected 12 as in"),
         "another tokenizer": ([tmp_path / "words", tmp_path / "others", *out], "vocabulary: tokenizer: got sha256:2, expected"),
         "no moments": ([paths[1], tmp_path / "bare", "--moments", *out], r"bare: got no optimizer state, expected moments; fix"),
-        "there": ([paths[1], paths[2], "--out", tmp_path / "there"], "got something that exists, expected a name that is"),
+        "there": ([paths[1], paths[2], "--out", tmp_path / "there"], "got 'something that exists', expected a name that is"),
         "absent": ([paths[1], tmp_path / "nothing", *out], "no checkpoint found"),
     }  # fmt: skip
 
@@ -241,9 +241,10 @@ def test_a_damaged_source_is_named_and_nothing_is_left(saved, tmp_path, capsys, 
     assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == ["copy"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory in /proc")
 def test_memory_stays_below_a_checkpoint(tmp_path):
-    """A mean that reads its sources whole: three of 0.4 GB each."""
+    """A mean that reads its sources whole: three of 0.4 GB each, written here first."""
     c = config_of(tmp_path, n_layers=40, d_model=512, d_ff=1024, n_heads=8, n_kv_heads=8, head_dim=64)
     rng, paths = np.random.default_rng(0), [tmp_path / name for name in "abc"]
     for path in paths:
