@@ -299,6 +299,11 @@ def read_arrays(restore: Callable):
         raise
 
 
+def leaf_keys(path) -> tuple[str, ...]:
+    """Of JAX's path to a leaf the names, as Orbax writes them: ("mu", "embed")."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+
+
 def check_tree(item_folder: Path, target):
     """The item holds exactly the leaves of `target`, with their shapes and dtypes; Orbax itself would cast silently.
     Returns what Orbax tells of each leaf."""
@@ -313,7 +318,7 @@ def check_tree(item_folder: Path, target):
 
     def leaves(tree):
         return {
-            tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path): (tuple(x.shape), np.dtype(x.dtype))
+            leaf_keys(path): (tuple(x.shape), np.dtype(x.dtype))
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
         }
 
@@ -479,7 +484,7 @@ def check_same_run(meta: dict, config: Config, data_identity: dict, where: Path,
         raise ValueError(
             f"{where}: holds no optimizer state; fix: start from it with --init-from and --init-state params"
         )
-    if meta.get("stage2_init"):  # as convert.py once prepared the start of a stage
+    if meta.get("stage2_init") or meta.get("averaged"):  # as convert.py once prepared it; tools/average.py
         raise ValueError(f"{where}: is the start of a stage, not a run; fix: another --run-dir, with --init-from and "
                          "--init-state adam")  # fmt: skip
     tokens = meta["instances_seen"] * meta["data"]["sequence_length"]

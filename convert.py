@@ -46,7 +46,16 @@ from tqdm import tqdm
 import data
 import model
 from attention import choose_attention
-from checkpoint import FORMAT_VERSION, check_tree, differences, find_checkpoint, orbax_path, read_meta, reading
+from checkpoint import (
+    FORMAT_VERSION,
+    check_tree,
+    differences,
+    find_checkpoint,
+    leaf_keys,
+    orbax_path,
+    read_meta,
+    reading,
+)
 from config import assemble_config, build, pin_settings, science_dict, versions
 from hf_config import LAYER_TYPES, expect, hf_config, model_config
 from processes import (
@@ -131,6 +140,15 @@ def rows_of_a_chunk(config: model.ModelConfig) -> int:
     return max(n for n in range(1, ROWS + 1) if config.padded_vocab_size % n == 0)
 
 
+def param_leaves(config: model.ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(t.shape, np.float32) for name, t in model.ledger(config).items()}
+
+
+def chunk_shapes(config: model.ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What `pieces` moves at once of a leaf: a chunk on the disk."""
+    return {piece.leaf: piece.shape for piece in pieces(config)}
+
+
 def hf_shapes(config: model.ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's tensors and their shapes, in order."""
     shapes = {}
@@ -142,20 +160,23 @@ def hf_shapes(config: model.ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class CheckSums:
-    """checkpoint.checksums of params that pass by in pieces. A sum modulo 2^32 does not mind the order."""
+    """checkpoint.checksums of an item that passes by in pieces. A sum modulo 2^32 does not mind the order."""
 
     def __init__(self):
         self.sums = Counter()
 
     def add(self, leaf: str, x: np.ndarray) -> None:
-        name, words = f"['{leaf}']", np.ascontiguousarray(x).reshape(-1).view(np.uint32)
+        """`leaf`: as OrbaxLeaves names it, embed or mu.embed."""
+        field, _, name = leaf.rpartition(".")
+        name, words = f"{field and '.'}{field}['{name}']", np.ascontiguousarray(x).reshape(-1).view(np.uint32)
         self.sums[name] = (self.sums[name] + int(np.sum(words, dtype=np.uint32))) % 2**32
 
-    def compare(self, meta: dict, where: Path) -> None:
+    def compare(self, meta: dict, where: Path, item: str = "params") -> None:
         """RunFailed if the numbers read are not those that were saved; a checkpoint without checksums passes."""
-        for name, saved in meta.get("checksums", {}).get("params", {}).items():
-            if self.sums[name] != saved:
-                raise RunFailed(f"{where}: damaged: item 'params': {name}: got other numbers than were saved")
+        saved = meta.get("checksums", {}).get(item)
+        for name, total in self.sums.items() if saved is not None else ():
+            if saved.get(name) != total:
+                raise RunFailed(f"{where}: damaged: item {item!r}: {name}: got other numbers than were saved")
 
 
 # ------------------------------------------------------------------------------------------------------------- from-hf
@@ -176,7 +197,7 @@ def from_hf(args) -> dict:
         step_folder, sums = building / "checkpoints" / "0", CheckSums()
         (step_folder / "params").mkdir(parents=True)
         leaves = OrbaxLeaves(step_folder / "params")
-        leaves.create(config)
+        leaves.create(param_leaves(config), chunk_shapes(config))
         with progress(size, "from-hf") as bar:
             for piece in pieces(config):
                 theirs, x = source.read(piece), np.zeros(piece.shape, np.float32)  # padding rows stay zeros
@@ -709,7 +730,7 @@ def write_shard(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 class OrbaxLeaves:
-    """The leaves of a params item, read and written in parts with tensorstore, in Orbax's own layout.
+    """The leaves of an item, read and written in parts with tensorstore, in Orbax's own layout.
 
     Orbax lays an item out as an OCDBT key-value store that holds one zarr v2 array a leaf, and `_METADATA` that names the
     leaves. Its own `save` wants the whole model in memory: 29 GB for the 7B.
@@ -747,23 +768,24 @@ class OrbaxLeaves:
         except ValueError as e:
             raise RunFailed(f"{self.folder}: {leaf}: damaged: {first_line(e)}") from e
 
-    def create(self, config: model.ModelConfig) -> None:
-        """The arrays of all leaves, still empty, and _METADATA. A chunk is what `pieces` moves at once."""
-        tree, chunks = {}, {piece.leaf: piece.shape for piece in pieces(config)}
-        for leaf, tensor in sorted(model.ledger(config).items()):
-            shape = tensor.shape
+    def create(self, item, chunks: dict[str, tuple[int, ...]]) -> None:
+        """The arrays of all leaves of `item` (shapes and dtypes), still empty, and _METADATA. `chunks`: see chunk_shapes."""
+        tree = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(item):
+            keys, shape = leaf_keys(path), x.shape
+            leaf, chunk = ".".join(keys), chunks.get(keys[-1], shape)
             layout = {
                 "shape": shape,
-                "chunks": (1,) * (len(shape) - len(chunks[leaf])) + chunks[leaf],
-                "dtype": "<f4",
+                "chunks": (1,) * (len(shape) - len(chunk)) + chunk,
+                "dtype": np.dtype(x.dtype).str,
                 "compressor": {"id": "zstd", "level": 1},
                 "fill_value": None,
                 "dimension_separator": ".",
             }
             spec = self.spec(leaf) | {"metadata": layout, "store_data_equal_to_fill_value": True}
             self.opened[leaf] = self.written(ts.open(spec, create=True, context=self.context))
-            tree[f"('{leaf}',)"] = {
-                "key_metadata": [{"key": leaf, "key_type": 2}],
+            tree[str(keys)] = {
+                "key_metadata": [{"key": key, "key_type": 2} for key in keys],
                 "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)},
             }
         content = {
@@ -830,8 +852,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     with reading(folder):
         meta = read_meta(folder)
         config = build(model.ModelConfig, meta["config"].get("model"), f"{folder}: model")
-        target = {name: jax.ShapeDtypeStruct(t.shape, np.float32) for name, t in model.ledger(config).items()}
-        check_tree(folder / "params", target)
+        check_tree(folder / "params", param_leaves(config))
     return Checkpoint(folder, meta, config, OrbaxLeaves(folder / "params"))
 
 

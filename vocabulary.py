@@ -324,7 +324,7 @@ def index_of_run(meta: dict) -> tuple[Path | None, Index | None, str]:
 def training_data(step_folder: Path, meta: dict) -> TrainingData:
     """What the parameters were trained on, as far as a checkpoint tells.
 
-    The index that it names; of an imported one also the tokenizer that came with it."""
+    The index that it names; of an imported one also the tokenizer that came with it; of an average all indices."""
     path, index, _ = index_of_run(meta)
     if index is not None:
         known = TrainingData.of(path, index)
@@ -332,6 +332,8 @@ def training_data(step_folder: Path, meta: dict) -> TrainingData:
         known = TrainingData({}, meta["data"].get("fingerprint"))
         if "fingerprint" not in meta["data"] and (found := find_tokenizer(None, step_folder, meta)).path is not None:
             known = TrainingData({"tokenizer": tokenizer_content(found.path)})
+    for source in meta.get("averaged", ()):
+        known = dataclasses.replace(known, files=known.files | training_data(step_folder, source).files)
     return dataclasses.replace(known, vocabulary=known.vocabulary | meta["data"].get("vocabulary", {}))
 
 

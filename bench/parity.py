@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -140,6 +141,24 @@ def olmo_core_model(c: model.ModelConfig, params: dict | None = None) -> torch.n
     return transformer
 
 
+class Small32B(TransformerConfig):
+    """olmo3_32B with other sizes put in where it hands its own on, so that the rule for d_ff is Ai2's and is run."""
+
+    @classmethod
+    def llama_like(cls, **numbers):
+        c = small_32b()
+        sizes = {"d_model": c.d_model, "n_layers": c.n_layers, "n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads}
+        kind = super().llama_like(**numbers | sizes)
+        kind.block.sequence_mixer.sliding_window.pattern = [c.window if letter == "s" else -1 for letter in c.pattern]
+        return kind
+
+
+def small_32b() -> model.ModelConfig:
+    """Five query heads a key head, as the 32B has. d_ff: int(8 d / 3) times 27648 / (8 5120 / 3), up to 512s."""
+    sizes = ("d_model=80", "n_heads=10", "n_kv_heads=2", "head_dim=8", "d_ff=512")
+    return config(*(f"model.{size}" for size in sizes)).model
+
+
 def load(transformer: torch.nn.Module, params: dict) -> None:
     """Strict: every tensor of the one is a tensor of the other, with the same shape."""
     transformer.load_state_dict({k: torch.tensor(np.array(v)) for k, v in to_olmo_core(params).items()}, strict=True)
@@ -179,10 +198,32 @@ def model_logits_yarn() -> Comparison:
     return Comparison("logits, YaRN on the full layers", "with_rope_scaling(YaRN)", compare_logits(YARN, YARN), 1e-5)
 
 
+def model_logits_32b() -> Comparison:
+    c = small_32b()
+    params, tokens = random_params(c), np.random.default_rng(1).integers(0, c.vocab_size, (3, 40)).astype(np.int32)
+    transformer = Small32B.olmo3_32B(c.padded_vocab_size, attn_backend=AttentionBackendName.torch).build(
+        init_device="cpu"
+    )
+    load(transformer, params)
+    with torch.no_grad():
+        theirs = transformer(torch.tensor(tokens, dtype=torch.long)).numpy()
+    worst = max(float(np.abs(logits_function(c, how)(params, tokens) - theirs).max()) for how in ("dense", "blockwise"))
+    return Comparison("logits, grouped heads", "Transformer of olmo3_32B, made small", worst, 1e-5)
+
+
 def recipe_of_7b() -> Comparison:
     """The numbers of configs/stage1_ai2.yaml's model against olmo3_7B and the dolma2 tokenizer."""
-    ours, tokenizer = load_config("stage1_ai2.yaml", "cpu", []).model, TokenizerConfig.dolma2()
-    theirs = TransformerConfig.olmo3_7B(tokenizer.padded_vocab_size(), attn_backend=AttentionBackendName.torch)
+    return compare_recipe("stage1_ai2.yaml", TransformerConfig.olmo3_7B)
+
+
+def recipe_of_32b() -> Comparison:
+    """The same of configs/stage1_32b.yaml and olmo3_32B."""
+    return compare_recipe("stage1_32b.yaml", TransformerConfig.olmo3_32B)
+
+
+def compare_recipe(recipe: str, kind: Callable) -> Comparison:
+    ours, tokenizer = load_config(recipe, "cpu", []).model, TokenizerConfig.dolma2()
+    theirs = kind(tokenizer.padded_vocab_size(), attn_backend=AttentionBackendName.torch)
     mixer, windows = theirs.block.sequence_mixer, theirs.block.sequence_mixer.sliding_window
     pairs = {
         "vocab_size": tokenizer.vocab_size,
@@ -201,8 +242,9 @@ def recipe_of_7b() -> Comparison:
     layers = [ours.window if letter == "s" else -1 for letter in ours.pattern * (ours.n_layers // len(ours.pattern))]
     wrong += [f"layer {i}" for i, w in enumerate(layers) if w != windows._get_window_size(i, theirs.n_layers)]
     wrong += ["parameters"] * (model.parameter_count(ours) != theirs.num_params)
-    return Comparison(f"numbers of the 7B model that differ {wrong or ''}".strip(), "olmo3_7B, TokenizerConfig.dolma2",
-                      len(wrong), 0)  # fmt: skip
+    name = kind.__name__
+    return Comparison(f"numbers of the {name.removeprefix('olmo3_')} model that differ {wrong or ''}".strip(),
+                      f"{name}, TokenizerConfig.dolma2", len(wrong), 0)  # fmt: skip
 
 
 def initial_weights() -> Comparison:
@@ -803,9 +845,11 @@ def repetition_filter() -> Comparison:
 
 @cache
 def learning_rate_pair() -> dict[str, float]:
-    """Largest relative difference over every step of stage 1 (Ai2's two pieces, the case study's one), 2 and 3."""
+    """Largest relative difference over every step of stage 1 (Ai2's two pieces, the case study's one), 2 and 3, and of
+    the 32B's three."""
     stage1, stage1_ai2, stage2, stage3 = (load_config(f"{name}.yaml", "cpu", []) for name in
                                           ("stage1", "stage1_ai2", "stage2", "stage3"))  # fmt: skip
+    of_32b = [load_config(f"stage{i}_32b.yaml", "cpu", []) for i in (1, 2, 3)]
     ai2_first, ai2_second = CosWithWarmup(warmup=2000), HalfCosWithWarmup(warmup=597_046)
     linear = partial(LinearWithWarmup, alpha_f=0.0)
     runs = [  # our config and schedule, last step, OLMo-core's learning rate of a step; numbers from Ai2's scripts
@@ -816,6 +860,12 @@ def learning_rate_pair() -> dict[str, float]:
          lambda s: linear(warmup=0).get_lr(2.0712352850360292e-4, s, 47_684)),
         (stage3.optim, stage3.schedule, 11_921, lambda s: linear(warmup=200).get_lr(2.0712352850360292e-4, s, 11_921)),
     ]  # fmt: skip
+    for c, last, total, peak, scheduler in (
+        (of_32b[0], 656_000, 707_000, 6e-4, CosWithWarmup(warmup=2000)),
+        (of_32b[1], 23_842, 23_842, 0.0002071235285, linear(warmup=0)),
+        (of_32b[2], 11_921, 11_921, 0.0002071235285, linear(warmup=200)),
+    ):
+        runs.append((c.optim, c.schedule, last, partial(scheduler.get_lr, peak, t_max=total)))
     worst = {"float64": 0.0, "float32": 0.0, "steps": 0}
     for settings, schedule, last, reference in runs:
         steps = np.arange(1, last + 1)
@@ -832,7 +882,7 @@ def learning_rate_pair() -> dict[str, float]:
 
 def learning_rate_float64() -> Comparison:
     pair = learning_rate_pair()
-    return Comparison(f"learning rate at all {pair['steps']:,} steps of stages 1 to 3, float64, relative",
+    return Comparison(f"learning rate at all {pair['steps']:,} steps of all recipes' stages, float64, relative",
                       "CosWithWarmup, HalfCosWithWarmup, LinearWithWarmup", pair["float64"], 1e-9)  # fmt: skip
 
 
@@ -907,8 +957,10 @@ def skip_rule() -> Comparison:
 COMPARISONS = (
     *(
         recipe_of_7b,
+        recipe_of_32b,
         initial_weights,
         model_logits,
+        model_logits_32b,
         model_logits_yarn,
         loss_labels,
         loss_cross_entropy,

@@ -86,7 +86,7 @@ def test_another_tpu_generation_is_another_hardware_file(recipe):
 @pytest.mark.parametrize(
     ("before", "after"),
     [("stage1", "stage2"), ("stage1_ai2", "stage2"), ("stage2", "stage3"), ("quickstart", "quickstart_stage2"),
-     ("quickstart_stage2", "quickstart_stage3")],
+     ("quickstart_stage2", "quickstart_stage3"), ("stage1_32b", "stage2_32b"), ("stage2_32b", "stage3_32b")],
 )  # fmt: skip
 def test_every_stage_takes_over_the_one_before(before, after):
     """A recipe whose model is no longer the one that its parameters come from."""
@@ -99,6 +99,14 @@ def test_7b_parameter_count(recipe):
     c = load(recipe)
     assert model.parameter_count(c.model, padded=False) == 7_298_011_136
     assert model.parameter_count(c.model) == 7_298_617_344
+
+
+@pytest.mark.parametrize("recipe", ["stage1_32b", "stage2_32b", "stage3_32b"])
+def test_32b_parameter_count(recipe):
+    """A dimension mistyped in a 32B recipe, key and value heads above all: they are a fifth of the queries'."""
+    c = load(recipe)
+    assert model.parameter_count(c.model) == 32_234_279_936
+    assert model.parameter_count(c.model, padded=False) == 32_233_522_176
 
 
 @pytest.mark.parametrize(
@@ -124,13 +132,22 @@ def test_7b_parameter_count(recipe):
         ("stage3", 200, 2.0712352850360292e-4),
         ("stage3", 11_920, 1.7671148e-8),
         ("stage3", 11_921, 0.0),
+        ("stage1_32b", 2000, 6.0e-4),
+        ("stage1_32b", 656_000, 6.6942655e-5),
+        ("stage1_32b", 679_000, 6.210e-5),  # the report's figure 4
+        ("stage2_32b", 1, 2.07114841e-4),
+        ("stage2_32b", 23_842, 0.0),
+        ("stage3_32b", 200, 2.071235285e-4),
+        ("stage3_32b", 11_921, 0.0),
     ],
 )
 def test_learning_rates_of_the_recipes(recipe, step, expected):
     """A recipe whose curve is not the published one (facts checked against OLMo-core's schedulers)."""
     c = load(recipe)
     got = optim.learning_rate(c.optim, c.schedule, step)
-    assert got == pytest.approx(expected, rel=1e-3 if expected < 1e-7 else 1e-4 if step == 1_000_000 else 1e-6)
+    assert got == pytest.approx(
+        expected, rel=1e-3 if expected < 1e-7 else 1e-4 if step in (679_000, 1_000_000) else 1e-6
+    )
 
 
 def test_token_counts_of_the_recipes():
@@ -140,6 +157,9 @@ def test_token_counts_of_the_recipes():
     assert tokens["stage1_ai2"] == 5_929_965_715_456
     assert 100e9 <= tokens["stage2"] < 100e9 + 256 * 8192
     assert 50e9 <= tokens["stage3"] < 50e9 + 64 * 65536  # the official script's copy says 5T
+    assert tokens["stage1_32b"] == 5_502_926_848_000
+    assert 100e9 <= tokens["stage2_32b"] < 100e9 + 512 * 8192
+    assert 100e9 <= tokens["stage3_32b"] < 100e9 + 128 * 65536
 
 
 def test_long_context_recipe():
@@ -154,8 +174,25 @@ def test_long_context_recipe():
     assert c.optim == before.optim and c.loss == before.loss
 
 
-@pytest.mark.parametrize("recipe", ["stage1", "stage1_ai2", "stage2", "stage3"])
-def test_optimizer_of_the_7b_recipes(recipe):
+def test_recipes_of_32b():
+    """A 32B recipe with something of the 7B's or of the case study's: no filter, masked padding rows, other seeds."""
+    stages = [load(f"stage{i}_32b") for i in (1, 2, 3)]
+    assert [c.data.global_batch for c in stages] == [1024, 512, 128]
+    assert [c.data.seed for c in stages] == [34521, 42069, 34521]
+    assert [c.optim.peak_lr for c in stages] == [6e-4, 0.0002071235285, 0.0002071235285]
+    for c in stages:
+        assert c.data.repetition_filter and c.loss.filtered_in_divisor and not c.model.mask_padded_vocab
+        assert dataclasses.replace(c.model, yarn=None) == stages[0].model
+    assert stages[2].model.yarn == load("stage3").model.yarn
+    assert [c.data.document_mask for c in stages] == [False, False, True]
+    # Ai2 averages the checkpoints of these steps.
+    assert stages[2].run.steps == 11_921 and stages[2].run.checkpoint_every == 1000
+
+
+@pytest.mark.parametrize(
+    "recipe", ["stage1", "stage1_ai2", "stage2", "stage3", "stage1_32b", "stage2_32b", "stage3_32b"]
+)
+def test_optimizer_of_ai2s_recipes(recipe):
     """The numbers that all of Ai2's stages share."""
     o = load(recipe).optim
     assert (o.beta1, o.beta2, o.eps, o.weight_decay, o.clip_norm) == (0.9, 0.95, 1e-8, 0.1, 1.0)

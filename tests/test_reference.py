@@ -51,6 +51,16 @@ def test_recipe_of_7b():
     check(parity.recipe_of_7b())
 
 
+def test_recipe_of_32b():
+    """Catches a number of the 32B recipe that is not Ai2's: key heads, the layers that slide, d_ff by OLMo-core's rule."""
+    check(parity.recipe_of_32b())
+
+
+def test_model_logits_32b():
+    """Catches query heads that meet another key head than OLMo-core's: five of them share one in the 32B."""
+    check(parity.model_logits_32b())
+
+
 def test_initial_weights():
     """Catches another std, a cut elsewhere than at 3 std, depth or width scaling, norms that do not start at one."""
     check(parity.initial_weights())
