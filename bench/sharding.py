@@ -36,7 +36,7 @@ import data
 import model
 import train
 from attention import blockwise_attention
-from config import batch_specs, largest_microbatch, load_config, param_specs, shardings, to_device
+from config import architecture, batch_specs, largest_microbatch, load_config, param_specs, shardings, to_device
 
 HERE = Path(__file__).resolve().parent.parent
 # Adam's eps: with 1e-8 it would blow up rounding wherever a gradient is itself of rounding size; and as large as a
@@ -140,7 +140,7 @@ def make_batch(case: Case, c, seed: int) -> dict[str, np.ndarray]:
 def random_params(c) -> dict[str, np.ndarray]:
     """With random norm weights, as training makes them: with ones, a norm in the wrong place could pass."""
     rng = np.random.default_rng(0)
-    noise = {name: rng.standard_normal(t.shape, np.float32) for name, t in model.ledger(c.model).items()}
+    noise = {name: rng.standard_normal(t.shape, np.float32) for name, t in architecture(c).ledger(c.model).items()}
     return {k: x * np.float32(c.model.init_std) if k[-4:] != "norm" else 1 + np.float32(0.3) * x
             for k, x in noise.items()}  # fmt: skip
 
