@@ -58,6 +58,11 @@ SCIENCE = {  # what the reference on one device has as well
     "S 15": ["data.sequence_length=15"],
     "S 512": ["data.sequence_length=512", "model.window=100", "model.n_layers=2"],
     "no clip": ["optim.clip_norm=1e9", "optim.eps=1e-2"],
+    "latent_moe": [
+        *("model.module=latent_moe", "model.n_experts=8", "model.top_k=3", "model.d_latent=20", "model.d_expert=28"),
+        *("model.group=2", "model.capacity=1.0", "model.balance_weight=0.05"),  # of a group an expert takes one token
+    ],
+    "mtp": ["model.module=mtp", "model.mtp_depth=2", "model.mtp_weight=0.4"],
 }
 FILTERED = {"bare": (), "a device filtered": (2, 3), "all filtered": tuple(range(8))}  # rows; otherwise row 2
 HARDWARE = {  # what may not change the result

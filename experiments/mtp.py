@@ -126,13 +126,14 @@ def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Exe
     # At depth k a position's input is t_(i+k), the label of depth k-1, and its label is one later.
     positions_S = model.vary(lax.axis_index("context") * S + jnp.arange(S))
     rope, where = model.geometry(config, positions_S, segments_BS, execution)["f"]
-    step = model.recompute(partial(deeper, config=config, execution=execution), config, execution)
+    step = partial(deeper, rope=rope, where=where, config=config, execution=execution)
+    step = model.recompute(step, config, execution)
     labels_BS, counts_BS = batch["labels"], batch["loss_mask"].astype(jnp.int32)
     later_BS, mtp_ce_BS, share = counts_BS, jnp.zeros_like(ce_BS), 1 / config.mtp_depth
     for k in range(config.mtp_depth):
         w = {name.removeprefix("mtp_"): x[k] for name, x in params.items() if name.startswith("mtp_")}
         embedded_ND = model.embed_tokens(params, labels_BS, config)
-        h_ND = step(h_ND, embedded_ND, w, rope, where)
+        h_ND = step(h_ND, embedded_ND, w)
         labels_BS, later_BS = one_later(labels_BS), one_later(later_BS)
         counts_BS = counts_BS * later_BS
         x_ND = model.rms_norm(h_ND, w["final_norm"], config.norm_eps)
