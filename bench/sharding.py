@@ -117,10 +117,10 @@ MORE_CASES = cases("""
 """)
 
 
-def make_config(case: Case):
+def make_config(case: Case, *overrides: str):
     chosen = [override for word in case.words for override in (SCIENCE | HARDWARE).get(word, [])]
     mesh = [f"mesh.{axis}={size}" for axis, size in zip(model.AXES, case.mesh, strict=True)]
-    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen])
+    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen, *overrides])
 
 
 def make_mesh(shape):
@@ -153,9 +153,9 @@ def random_params(c) -> dict[str, np.ndarray]:
 # ----------------------------------------------------------------------------------------------------------- parity
 
 
-def gradients(case: Case, code=train) -> dict:
+def gradients(case: Case, code=train, config=None) -> dict:
     """CE, squared logsumexp and gradients of one batch, from train.gradients inside a shard_map."""
-    c, mesh = make_config(case), make_mesh(case.mesh)
+    c, mesh = config or make_config(case), make_mesh(case.mesh)
     batch = make_batch(case, c, 1)
     divisor = batch["loss_mask"].sum() + c.loss.filtered_in_divisor * batch["filtered"].sum() * c.data.sequence_length
     size = largest_microbatch(c, mesh)
