@@ -10,7 +10,6 @@ both and is a config itself. Every key is checked before anything is compiled; e
 import copy
 import dataclasses
 import glob
-import importlib
 import importlib.util
 import json
 import math
@@ -208,11 +207,16 @@ def assemble_config(science: dict, name: str, hardware: str | None, overrides: l
 
 
 def experiment(name: str) -> types.ModuleType:
-    """experiments/<name>.py, which holds the names that train.py asks of model.py, and imports most of them from there."""
-    known = sorted(path.stem for path in (HERE / "experiments").glob("[!_]*.py"))
+    """experiments/<name>.py, which holds the names that are asked of model.py: ModelConfig, ledger, token_loss, ..."""
+    known = {path.stem: path for path in sorted((HERE / "experiments").glob("*.py"))}
     if name not in known:
         raise ValueError(f"model.module: got {name!r}, expected a file in experiments/: {', '.join(known)}")
-    return importlib.import_module(f"experiments.{name}")
+    key = f"experiments.{name}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, known[name])
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[key])
+    return sys.modules[key]
 
 
 def architecture(config: Config) -> types.ModuleType:
