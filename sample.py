@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 from checkpoint import Opened, open_model
-from config import BATCH_AXES, Config, architecture, make_execution, pin_settings, platform_of
+from config import BATCH_AXES, Config, make_execution, pin_settings, platform_of
 from processes import check_counts, check_memory, inputs_are_checked, run_command, say
 from vocabulary import FoundTokenizer, Turns, find_tokenizer, index_tokenizer
 
@@ -165,9 +165,6 @@ class Sampler:
 
     def __init__(self, opened: Opened):
         config, self.opened = opened.config, opened
-        if getattr(architecture(config), "layer", None) is not model.layer:
-            raise ValueError(f"model.module: got {config.model.module}, expected layers of model.py, which alone can be "
-                             "sampled from; fix: run.sample_prompt: null")  # fmt: skip
         execution = make_execution(config, 1, platform_of(opened.mesh))
         rows, cached = P(BATCH_AXES), P(None, BATCH_AXES, None, "tensor", None)  # of the cache: cycles, B, T, G, K
         cache_specs = [(cached, cached)] * len(config.model.pattern)

@@ -3,9 +3,10 @@
     python tools/quickstart.py && python bench/experiments.py --steps 700 --seeds 3
 
 Each run is `train.py` with a seed for parameters and order of the data. All variants of one seed read the same batches, so
-differences are taken seed by seed. The learning-rate curve ends where the run does. At equal FLOPs a variant takes so many
-steps that its FLOPs are the baseline's (metrics.flops_per_token, window-correct). Finished runs are kept in --out and not
-run again. Prints a Markdown table: held-out cross-entropy of the next token, mean (lowest to highest seed).
+differences are taken seed by seed. Warm-up and the learning-rate curve keep their share of the
+run. At equal FLOPs a variant takes so many steps that its FLOPs are the baseline's (metrics.flops_per_token,
+window-correct). Finished runs are kept in --out and not run again. Prints a Markdown table: held-out cross-entropy of the
+next token, mean (lowest to highest seed).
 """
 
 import argparse
@@ -43,7 +44,7 @@ def train(variant: str, steps: int, seed: int, out: Path) -> Result:
     run_dir = out / f"{variant.replace(' ', '_')}-{steps}-{seed}"
     settings = [*overrides, f"run.steps={steps}", f"schedule.0.total_steps={steps}", f"run.seed={seed}",
                 f"data.seed={34521 + seed}", f"run.eval_every={steps}", f"run.checkpoint_every={steps}",
-                "run.sample_prompt=null", "run.keep_checkpoints=1"]  # fmt: skip
+                "run.sample_prompt=null", "run.keep_checkpoints=1", f"schedule.0.warmup_steps={round(steps * 40 / 700)}"]  # fmt: skip
     command = [sys.executable, "train.py", "--config", recipe, "--hardware", "cpu", "--run-dir", str(run_dir), "--json"]
     done = subprocess.run(command + [word for s in settings for word in ("--set", s)], cwd=REPO, stdout=subprocess.PIPE)
     if done.returncode:

@@ -161,7 +161,7 @@ def experts(x_ND, w, routes: Routes, config: ModelConfig, slot: int):
         of_NJU = back_XYU.reshape(X * Y, -1).at[routes.place_NJ].get(mode="fill", fill_value=0)
         sum_NU = jnp.einsum("nj,nju->nu", routes.weight_NJ, of_NJU, preferred_element_type=jnp.float32)
         sum_NU = vary(lax.psum(sum_NU.astype(x_ND.dtype), "tensor"))  # M summed; [N, U] stays [N, U]
-        return save_as("ffn_out", slot, jnp.einsum("nu,du->nd", sum_NU, w["w_latent_out"]))
+        return jnp.einsum("nu,du->nd", sum_NU, w["w_latent_out"])
 
 
 def balance(routes: Routes, S: int, config: ModelConfig):
@@ -188,7 +188,8 @@ def layer(x_ND, w, rope, where, config: ModelConfig, execution: Execution, slot:
     attn_ND = model.attention_block(x_ND, w, rope, where, config, execution, slot, model.attend)
     x_ND = x_ND + model.rms_norm(attn_ND, w["attn_norm"], config.norm_eps)
     routes = route(x_ND, w["w_router"], config)
-    ffn_ND = model.feed_forward_block(x_ND, w, slot) + experts(x_ND, w, routes, config, slot)
+    # Under the same name as the shared part: if the sum is saved, its parts are not.
+    ffn_ND = save_as("ffn_out", slot, model.feed_forward_block(x_ND, w, slot) + experts(x_ND, w, routes, config, slot))
     kept = balance(routes, where.places.q_pos.shape[0], config), jnp.mean(~routes.fits_NJ, axis=1)
     return x_ND + model.rms_norm(ffn_ND, w["ffn_norm"], config.norm_eps), kept
 
