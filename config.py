@@ -149,7 +149,12 @@ class Config:
     @cached_property
     def parameter_sizes(self) -> dict[str, int]:
         """Name -> number of parameters, in the order of the ledger."""
-        return {name: math.prod(tensor.shape) for name, tensor in model.ledger(self.model).items()}
+        return {name: math.prod(tensor.shape) for name, tensor in architecture(self).ledger(self.model).items()}
+
+    @cached_property
+    def parameter_uses(self) -> dict[str, float]:
+        """Name -> matmuls of a token with it, for FLOPs."""
+        return {name: tensor.uses for name, tensor in architecture(self).ledger(self.model).items()}
 
     @property
     def eval_limit(self) -> int | None:
@@ -200,7 +205,10 @@ def assemble_config(science: dict, name: str, hardware: str | None, overrides: l
             raise ValueError(f"{section}: missing section; fix: add it to {name}")
     if isinstance(raw["run"], dict):
         raw["run"].setdefault("sample_prompt", None)  # a key that came later and changes no number: old records go on
-    sections = {key: build(kind, raw[key], key) for key, kind in typing.get_type_hints(Config).items()}
+    kinds = typing.get_type_hints(Config)
+    if isinstance(raw["model"], dict) and "module" in raw["model"]:
+        kinds["model"] = experiment(raw["model"]["module"]).ModelConfig
+    sections = {key: build(kind, raw[key], key) for key, kind in kinds.items()}
     if isinstance(sections["hardware"].attention, list):
         attention = first_able(sections["hardware"].attention, beyond_cudnn(types.SimpleNamespace(**sections)))
         sections["hardware"] = dataclasses.replace(sections["hardware"], attention=attention)
@@ -226,6 +234,24 @@ def first_able(attentions: list, fault: str | None) -> str:
     if able[0] != attentions[0]:
         say(f"attention: {able[0]}, since cudnn cannot compute {fault}")
     return able[0]
+
+
+def experiment(name: str) -> types.ModuleType:
+    """experiments/<name>.py, which holds the names that are asked of model.py: ModelConfig, ledger, token_loss, ..."""
+    known = {path.stem: path for path in sorted((HERE / "experiments").glob("*.py"))}
+    if name not in known:
+        raise ValueError(f"model.module: got {name!r}, expected a file in experiments/: {', '.join(known)}")
+    key = f"experiments.{name}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, known[name])
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[key])
+    return sys.modules[key]
+
+
+def architecture(config: Config) -> types.ModuleType:
+    """What is trained: model.py, or the file in experiments/ that model.module names."""
+    return experiment(config.model.module) if hasattr(config.model, "module") else model
 
 
 def build(kind, value, where: str):
@@ -290,7 +316,7 @@ def mesh_sizes(config: Config, devices: int, batch: int | None = None) -> dict[s
         raise ValueError(f"mesh: got {sizes} for {devices} devices, expected sizes whose product is {devices}")
     if free:
         sizes[free[0]] = devices // fixed
-    model.check_mesh(config.model, sizes, config.data.sequence_length)
+    architecture(config).check_mesh(config.model, sizes, config.data.sequence_length)
     rows, batch = sizes["data"] * sizes["fsdp"], batch or config.data.global_batch
     if batch % rows:
         raise ValueError(f"global batch: got {batch}, expected a multiple of data x fsdp = {rows} of the mesh")
@@ -335,12 +361,12 @@ def platform_of(mesh) -> str:
 
 
 def param_specs(config: Config) -> dict[str, P]:
-    return {name: tensor.spec for name, tensor in model.ledger(config.model).items()}
+    return {name: tensor.spec for name, tensor in architecture(config).ledger(config.model).items()}
 
 
 def param_shapes(config: Config, mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """What the params item of a checkpoint is restored into."""
-    shapes = jax.eval_shape(partial(model.init_params, config.model), 0)
+    shapes = jax.eval_shape(partial(architecture(config).init_params, config.model), 0)
     return with_shardings(shapes, mesh, param_specs(config))
 
 

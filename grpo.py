@@ -58,6 +58,7 @@ from checkpoint import (
 from config import (
     BATCH_AXES,
     Config,
+    architecture,
     assemble_config,
     batch_specs,
     build,
@@ -379,6 +380,7 @@ def load_recipe(path: str, hardware: str | None, overrides: list[str]) -> tuple[
     config = assemble_config(raw, str(file), hardware, [o for o in overrides if o not in own])
     rows = config.data.global_batch * grpo.mini_batches
     for wrong, fault in (
+        (architecture(config) is not model, "model.module: expected none, since rollouts are model.py's"),
         (config.loss.z_loss != 0, "loss.z_loss: expected 0, since a weight may be negative"),
         (config.data.document_mask or config.data.repetition_filter, "data: expected no document mask and no filter"),
         (rows % grpo.group, f"data.global_batch: got {rows} completions a step, expected groups of {grpo.group}"),

@@ -20,6 +20,7 @@ import data
 import model
 from config import (
     Config,
+    architecture,
     batch_specs,
     largest_microbatch,
     local_rows,
@@ -176,7 +177,7 @@ class HeldOut:
 
 def row_losses(params, piece, config: Config, execution: model.Execution):
     """(sum of CE over unmasked labels, their number) of each row, [b]. local: piece [b, S/context]."""
-    _, per_token = model.token_loss(params, piece, 0.0, config.model, execution)
+    _, per_token = architecture(config).token_loss(params, piece, 0.0, config.model, execution)
     ce = jnp.sum(jnp.where(piece["loss_mask"], per_token.ce_N, 0.0), axis=1)
     return ce, jnp.sum(piece["loss_mask"], axis=1, dtype=jnp.int32)
 

@@ -163,7 +163,8 @@ def flops_per_token(config, convention: str = "OLMo-core") -> float:
     "OLMo-core" (nn/transformer/model.py:num_flops_per_token) counts every parameter but embeddings and block norms. Its
     keys are the window, or S. The other two count no padding rows and no norms. "full causal" (the case study) takes S/2
     keys in every layer, "window-correct" those that an average query sees. The 6 are forward and backward (2 + 4)."""
-    model, sizes, S = config.model, config.parameter_sizes, config.data.sequence_length
+    model, S = config.model, config.data.sequence_length
+    sizes = {name: n * config.parameter_uses[name] for name, n in config.parameter_sizes.items()}
 
     def keys(kind: str) -> float:  # of one layer
         window = min(model.window, S) if kind == "s" else S
@@ -176,9 +177,9 @@ def flops_per_token(config, convention: str = "OLMo-core") -> float:
     if convention == "OLMo-core":
         weights = sum(n for name, n in sizes.items() if name not in ("embed", "attn_norm", "ffn_norm"))
     else:
-        weights = model.vocab_size * model.d_model + sum(n for name, n in sizes.items() if name.startswith("w"))
-    cycles = model.n_layers // len(model.pattern)
-    return 6 * weights + 12 * model.n_heads * model.head_dim * cycles * sum(map(keys, model.pattern))
+        weights = sum(n for name, n in sizes.items() if name not in ("embed", "lm_head") and not name.endswith("norm"))
+        weights += config.parameter_uses["lm_head"] * model.vocab_size * model.d_model
+    return 6 * weights + 12 * model.n_heads * model.head_dim * sum(map(keys, model.kinds))
 
 
 def utilisation(config, tokens_per_second: float, device_kind: str) -> dict[str, float]:
@@ -222,6 +223,7 @@ def step_metrics(metrics: dict, step: int, instances_seen: int, config) -> dict[
         "throughput/chinchilla multiple": total_tokens / (20 * (sum(sizes.values()) - sizes["embed"])),
         "perf/total_tokens": total_tokens,  # the case study's name
     }
+    values |= {tag: float(x) for tag, x in metrics.items() if tag.startswith("train/")}  # of an experiment
     return {tag: value for tag, value in values.items() if value is not None}
 
 

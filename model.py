@@ -131,6 +131,11 @@ class ModelConfig:
         for name in ("compute_dtype", "grad_reduce_dtype"):
             check(getattr(self, name) in ("float32", "bfloat16"), name, getattr(self, name), "float32 or bfloat16")
 
+    @property
+    def kinds(self) -> str:
+        """The letter of every attention layer."""
+        return self.pattern * (self.n_layers // len(self.pattern))
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -163,6 +168,7 @@ class Tensor(NamedTuple):
     spec: P  # how it is sharded over the mesh
     std: float | None  # of the truncated normal it starts from; None: ones
     decay: bool  # weight decay
+    uses: float = 1  # matmuls of a token with it in one pass, for FLOPs; an expert's share where tokens choose
 
 
 def ledger(config: ModelConfig) -> dict[str, Tensor]:
@@ -208,9 +214,9 @@ def parameter_count(config: ModelConfig, padded: bool = True) -> int:
     return total if padded else total - 2 * (config.padded_vocab_size - config.vocab_size) * config.d_model
 
 
-def init_params(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
+def init_params(config: ModelConfig, seed: int, ledger=ledger) -> dict[str, jax.Array]:
     """fp32 parameters from a normal truncated at 3 std. Pure in (config, seed), whatever JAX's random numbers are set
-    to: jit it with out_shardings.
+    to: jit it with out_shardings. `ledger`: of a model that is built on this one (experiments/).
 
     DIVERGENCE 4: OLMo-core draws from torch's generator, whose stream cannot be had here; same distribution.
     """
@@ -262,7 +268,7 @@ def vary(x):
     return jax.tree.map(mark, x)
 
 
-def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig) -> dict[str, jax.Array]:
+def reduce_gradients(grads: dict[str, jax.Array], config: ModelConfig, ledger=ledger) -> dict[str, jax.Array]:
     """Sum each gradient over the axes along which its tensor is replicated (its spec lacks them).
 
     Over fsdp a matrix's gradient was summed before, by the reduce-scatter of gather_weight or cross_entropy. Along tensor a
@@ -559,9 +565,10 @@ def geometry(config: ModelConfig, positions_S, segments_BS, execution: Execution
     }
 
 
-def scan_layers(params, x_ND, apply: Callable, config: ModelConfig, kept=None, unroll=1, wrap=lambda cycle: cycle):
+def scan_layers(params, x_ND, apply: Callable, config: ModelConfig, kept=None, unroll=1, wrap=lambda cycle: cycle,
+                tensors=LAYER_TENSORS):  # fmt: skip
     """(x after all layers, what they keep). `apply(x_ND, w, slot, kind, kept)` -> (x_ND, kept) is one layer. `kept` is a
-    list by slot, each entry stacked over the cycles; sampling keeps keys and values there."""
+    list by slot, each entry stacked over the cycles; sampling keeps keys and values there. `tensors`: names of `w`."""
     # A scan over the cycles of the pattern, not over layers, so that the window of each slot is static.
     n = len(config.pattern)
 
@@ -572,8 +579,23 @@ def scan_layers(params, x_ND, apply: Callable, config: ModelConfig, kept=None, u
             x_ND, kept[slot] = apply(x_ND, {name: x[slot] for name, x in w.items()}, slot, kind, kept[slot])
         return x_ND, kept
 
-    stacked = {name: params[name].reshape(-1, n, *params[name].shape[1:]) for name in LAYER_TENSORS}
+    stacked = {name: params[name].reshape(-1, n, *params[name].shape[1:]) for name in tensors}
     return lax.scan(wrap(cycle), x_ND, (stacked, kept or [None] * n), unroll=unroll)
+
+
+def recompute(body: Callable, config: ModelConfig, execution: Execution, prevent_cse: bool = True) -> Callable:
+    """`body`, of which the backward pass finds saved what Execution.remat names. A gathered weight never is: only one or
+    two layers are ever whole."""
+    saved = execution.remat
+    if saved is None and lax.axis_size("fsdp") > 1:
+        saved = SAVED
+    if saved is None:
+        return body
+    slots = range(len(config.pattern))
+    names = [f"{name}{slot}" for name in saved if not name[-1].isdigit() for slot in slots]
+    names += [name for name in saved if name[-1].isdigit()]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
 
 
 def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execution):
@@ -589,20 +611,10 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
     def apply(x_ND, w, slot, kind, kept):
         return layer(x_ND, w, *of_kind[kind], config, execution, slot), kept
 
-    # What the backward pass finds saved. A gathered weight never is: only one or two layers are ever whole.
-    saved, options = execution.remat, {}
-    if saved is None and lax.axis_size("fsdp") > 1:
-        saved = SAVED
-    if saved is not None:
-        slots = range(len(config.pattern))
-        names = [f"{name}{slot}" for name in saved if not name[-1].isdigit() for slot in slots]
-        names += [name for name in saved if name[-1].isdigit()]
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        # prevent_cse=False: a scan's body cannot be merged with its copy in the backward pass, so no barriers are needed.
-        options = {"wrap": partial(jax.checkpoint, policy=policy, prevent_cse=False)}
-
+    # prevent_cse=False: a scan's body cannot be merged with its copy in the backward pass, so no barriers are needed.
+    wrap = partial(recompute, config=config, execution=execution, prevent_cse=False)
     x_ND = embed_tokens(params, tokens_BS, config)
-    x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, **options)
+    x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, wrap=wrap)
     return rms_norm(x_ND, params["final_norm"], config.norm_eps)
 
 

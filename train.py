@@ -52,6 +52,7 @@ from checkpoint import (
 from config import (
     BATCH_AXES,
     Config,
+    architecture,
     batch_specs,
     cache_compilations,
     check_compiler_options,
@@ -326,7 +327,7 @@ def say_plan(config: Config, mesh, source: data.BatchSource) -> None:
     S, B = config.data.sequence_length, config.data.global_batch
     share = B // (mesh.shape["data"] * mesh.shape["fsdp"])
     say(
-        f"{model.parameter_count(config.model):,} parameters; mesh {dict(mesh.shape)}; {B} x {S} = "
+        f"{sum(config.parameter_sizes.values()):,} parameters; mesh {dict(mesh.shape)}; {B} x {S} = "
         f"{config.tokens_a_step:,} tokens a step, {share} sequences a device, {largest_microbatch(config, mesh)} at once; "
         f"{source.batches_per_epoch:,} steps an epoch"
     )
@@ -409,7 +410,7 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
 
     # Gradients, summed over the mesh, and the sums that are only reported.
     grads, sums = gradients(params, batch, divisor, config, execution, microbatch)
-    ce_sum, lse_squared_sum = lax.psum(sums, model.AXES)  # [2] stays [2]
+    ce_sum, lse_squared_sum, *more = lax.psum(sums, model.AXES)  # [2] stays [2]; an experiment has more
     ce, z_unscaled = ce_sum / divisor, lse_squared_sum / divisor
 
     # The global norm: each gradient is summed over exactly the axes along which it is sharded.
@@ -436,6 +437,8 @@ def train_step(params, opt_state, batch, step, config: Config, execution: model.
         "labels": labels,
         "filtered": filtered,
     }
+    names = architecture(config).TokenLoss._fields[2:]
+    metrics |= {f"train/{name.removesuffix('_N')}": x / divisor for name, x in zip(names, more, strict=True)}
     return params, opt_state, metrics
 
 
@@ -445,12 +448,12 @@ def gradients(params, batch, divisor, config: Config, execution: model.Execution
 
     local: batch [B/(data*fsdp), S/context]; micro-batches of so many rows are accumulated in fp32.
     """
-    params = model.vary(params)
+    params, code = model.vary(params), architecture(config)
     tensor = lax.axis_size("tensor")
 
     def share(params, piece):
         # This device's disjoint share of the global loss: the same tokens lie on every device along tensor.
-        total, per_token = model.token_loss(params, piece, config.loss.z_loss, config.model, execution)
+        total, per_token = code.token_loss(params, piece, config.loss.z_loss, config.model, execution)
         mask = piece.get("counted", piece["loss_mask"])
         sums = jnp.stack([jnp.sum(jnp.where(mask, x, 0.0)) for x in per_token])  # CE, lse^2
         return total / divisor / tensor, sums / tensor
@@ -464,20 +467,22 @@ def gradients(params, batch, divisor, config: Config, execution: model.Execution
     if pieces["tokens"].shape[0] == 1:
         (_, sums), grads = jax.value_and_grad(share, has_aux=True)(params, batch)
     else:
-        zero = model.vary((jax.tree.map(jnp.zeros_like, params), jnp.zeros(2, jnp.float32)))
+        n = len(code.TokenLoss._fields)
+        zero = model.vary((jax.tree.map(jnp.zeros_like, params), jnp.zeros(n, jnp.float32)))
         (grads, sums), _ = lax.scan(accumulate, zero, pieces)
-    return model.reduce_gradients(grads, config.model), sums
+    return code.reduce_gradients(grads, config.model), sums
 
 
 def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    decay = {name: tensor.decay for name, tensor in model.ledger(config.model).items()}
+    decay = {name: tensor.decay for name, tensor in architecture(config).ledger(config.model).items()}
     return optim.skip_step_adamw(config.optim, config.schedule, decay)
 
 
 def state_specs(config: Config) -> tuple[dict[str, P], Any]:
     """PartitionSpecs of (params, optimizer state). Moments are sharded as their parameters, all else is replicated."""
     specs = param_specs(config)
-    state = jax.eval_shape(optimizer(config).init, jax.eval_shape(partial(model.init_params, config.model), 0))
+    params = jax.eval_shape(partial(architecture(config).init_params, config.model), 0)
+    state = jax.eval_shape(optimizer(config).init, params)
     return specs, jax.tree.map(lambda _: P(), state)._replace(mu=specs, nu=specs)
 
 
@@ -490,7 +495,8 @@ def state_shapes(config: Config, mesh):
 def init_state(config: Config, mesh):
     """(params, optimizer state) of step 0, made where they live: no device ever holds a whole matrix."""
     params_to, state_to = shardings(mesh, state_specs(config))
-    params = jax.jit(partial(model.init_params, config.model), out_shardings=params_to)(np.uint32(config.run.seed))
+    init = jax.jit(partial(architecture(config).init_params, config.model), out_shardings=params_to)
+    params = init(np.uint32(config.run.seed))
     return params, jax.jit(optimizer(config).init, out_shardings=state_to)(params)
 
 
@@ -528,7 +534,7 @@ def dry_run(config: Config, data_root: str | None) -> dict:
     source, _, _ = open_data(config, mesh, data_root, None)
     steps, tokens = config.run.steps, config.tokens_a_step
     return {
-        "parameters": model.parameter_count(config.model),
+        "parameters": sum(config.parameter_sizes.values()),
         "mesh": dict(mesh.shape),
         "sequences_a_device": config.data.global_batch // (mesh.shape["data"] * mesh.shape["fsdp"]),
         "microbatch": largest_microbatch(config, mesh),

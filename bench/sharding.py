@@ -36,7 +36,7 @@ import data
 import model
 import train
 from attention import blockwise_attention
-from config import batch_specs, largest_microbatch, load_config, param_specs, shardings, to_device
+from config import architecture, batch_specs, largest_microbatch, load_config, param_specs, shardings, to_device
 
 HERE = Path(__file__).resolve().parent.parent
 # Adam's eps: with 1e-8 it would blow up rounding wherever a gradient is itself of rounding size; and as large as a
@@ -58,6 +58,11 @@ SCIENCE = {  # what the reference on one device has as well
     "S 15": ["data.sequence_length=15"],
     "S 512": ["data.sequence_length=512", "model.window=100", "model.n_layers=2"],
     "no clip": ["optim.clip_norm=1e9", "optim.eps=1e-2"],
+    "latent_moe": [
+        *("model.module=latent_moe", "model.n_experts=8", "model.top_k=3", "model.d_latent=20", "model.d_expert=28"),
+        *("model.group=2", "model.capacity=1.0", "model.balance_weight=0.05"),  # of a group an expert takes one token
+    ],
+    "mtp": ["model.module=mtp", "model.mtp_depth=2", "model.mtp_weight=0.4"],
 }
 FILTERED = {"bare": (), "a device filtered": (2, 3), "all filtered": tuple(range(8))}  # rows; otherwise row 2
 HARDWARE = {  # what may not change the result
@@ -112,10 +117,10 @@ MORE_CASES = cases("""
 """)
 
 
-def make_config(case: Case):
+def make_config(case: Case, *overrides: str):
     chosen = [override for word in case.words for override in (SCIENCE | HARDWARE).get(word, [])]
     mesh = [f"mesh.{axis}={size}" for axis, size in zip(model.AXES, case.mesh, strict=True)]
-    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen])
+    return load_config("quickstart.yaml", "cpu", [*OVERRIDES, *mesh, *chosen, *overrides])
 
 
 def make_mesh(shape):
@@ -140,7 +145,7 @@ def make_batch(case: Case, c, seed: int) -> dict[str, np.ndarray]:
 def random_params(c) -> dict[str, np.ndarray]:
     """With random norm weights, as training makes them: with ones, a norm in the wrong place could pass."""
     rng = np.random.default_rng(0)
-    noise = {name: rng.standard_normal(t.shape, np.float32) for name, t in model.ledger(c.model).items()}
+    noise = {name: rng.standard_normal(t.shape, np.float32) for name, t in architecture(c).ledger(c.model).items()}
     return {k: x * np.float32(c.model.init_std) if k[-4:] != "norm" else 1 + np.float32(0.3) * x
             for k, x in noise.items()}  # fmt: skip
 
@@ -148,9 +153,9 @@ def random_params(c) -> dict[str, np.ndarray]:
 # ----------------------------------------------------------------------------------------------------------- parity
 
 
-def gradients(case: Case, code=train) -> dict:
+def gradients(case: Case, code=train, config=None) -> dict:
     """CE, squared logsumexp and gradients of one batch, from train.gradients inside a shard_map."""
-    c, mesh = make_config(case), make_mesh(case.mesh)
+    c, mesh = config or make_config(case), make_mesh(case.mesh)
     batch = make_batch(case, c, 1)
     divisor = batch["loss_mask"].sum() + c.loss.filtered_in_divisor * batch["filtered"].sum() * c.data.sequence_length
     size = largest_microbatch(c, mesh)

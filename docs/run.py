@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 # In the order in which a reader meets them: what a page needs stands on one before it.
 PAGES = ("README", "tour", "data", "stages", "checkpoints", "sharding", "convert", "evaluation", "compare", "launching",
-         "tpu", "gpu", "parity", "claims", "faq", "posttraining")  # fmt: skip
+         "tpu", "gpu", "parity", "claims", "faq", "posttraining", "experiments")  # fmt: skip
 # A part of a block -> why it is not run here. Such a block says on its page what it needs.
 LEFT_OUT = {
     "requirements-dev.txt && python -m pytest": "CI runs it",

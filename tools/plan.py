@@ -62,10 +62,14 @@ KINDS = {
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "ppermute": "permute",
+    "all_to_all": "all-to-all",
 }
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
 # Functions whose callers say more about where a collective stands.
 HELPERS = ("vary", "gather_weight", "gather_head", "reduce_scatter", "apply", "scan_layers", "loss_by_chunks")
+
+
+EXPERIMENTS = Path(model.__file__).parent / "experiments"
 
 
 class Collective(NamedTuple):
@@ -73,7 +77,7 @@ class Collective(NamedTuple):
 
     where: str  # the function that asks for it, and its caller
     phase: str  # forward | recomputed (for the backward pass) | backward | step: outside the derivative
-    kind: str  # all-gather | reduce-scatter | all-reduce | permute
+    kind: str  # all-gather | reduce-scatter | all-reduce | permute | all-to-all
     axes: tuple[tuple[str, int], ...]  # mesh axes and their sizes; those of size 1 are left out
     dtype: str
     shape: tuple[int, ...]  # of one device's operand
@@ -89,10 +93,12 @@ def bytes_sent(kind: str, operand: int, n: int) -> int:
     """Bytes that one of n devices sends, rounded up, when each brings `operand` bytes; the fewest possible.
 
     Ring algorithms: an all-gather passes on n-1 shards, each 1/n of its output; a reduce-scatter n-1 shards, each 1/n
-    of its input; an all-reduce is a reduce-scatter and an all-gather. A permute sends its operand.
+    of its input; an all-reduce is a reduce-scatter and an all-gather. A permute sends its operand, an all-to-all what
+    of it is for others.
     Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """
-    shards = {"all-gather": (n - 1) * n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1), "permute": n}[kind]
+    shards = {"all-gather": (n - 1) * n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1), "permute": n,
+              "all-to-all": n - 1}[kind]  # fmt: skip
     return -(-operand * shards // n)
 
 
@@ -132,12 +138,13 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def where(path: tuple[JaxprEqn, ...]) -> str:
-    """`function in caller` of model.py or train.py. A gradient stands where its forward computation does."""
+    """`function in caller` of model.py, train.py or experiments/. A gradient stands where its forward computation does."""
     names = []
     for eqn in path:
         for frame in eqn.source_info.traceback.frames:
             name = frame.function_name.split(".")[0]  # of layer.<locals>.<dictcomp>: layer
-            if frame.file_name in (model.__file__, train.__file__) and not name.startswith("_"):
+            ours = frame.file_name in (model.__file__, train.__file__) or Path(frame.file_name).parent == EXPERIMENTS
+            if ours and not name.startswith("_"):
                 if name not in (*HELPERS, *names[-1:]):
                     names.append(name)
     return " in ".join(names[:2])
