@@ -18,9 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 import data
@@ -40,25 +37,31 @@ class Board:
 
     def __init__(self, folder: Path, purge_from: int | None = None, name: str = "events"):
         """`purge_from`: TensorBoard is told to forget what earlier files hold from this step on."""
+        # Here: tensorboardX imports torch and the clients of two clouds where they are installed, which takes seconds.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self.Event, self.SessionLog, self.Summary = Event, SessionLog, Summary
         folder.mkdir(parents=True, exist_ok=True)
         self.events = EventsWriter(str((folder / name).absolute()))  # absolute: "s3:x" would be an address
-        self.events.write_event(Event(wall_time=time.time(), step=purge_from or 0, file_version="brain.Event:2"))
+        self.events.write_event(self.Event(wall_time=time.time(), step=purge_from or 0, file_version="brain.Event:2"))
         if purge_from is not None:
-            start = SessionLog(status=SessionLog.START)
-            self.events.write_event(Event(wall_time=time.time(), step=purge_from, session_log=start))
+            start = self.SessionLog(status=self.SessionLog.START)
+            self.events.write_event(self.Event(wall_time=time.time(), step=purge_from, session_log=start))
 
     def write(self, step: int, values: dict[str, float | int], wall_time: float | None = None) -> None:
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        scalars = [self.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         wall_time = time.time() if wall_time is None else wall_time
-        self.events.write_event(Event(wall_time=wall_time, step=step, summary=Summary(value=scalars)))
+        self.events.write_event(self.Event(wall_time=wall_time, step=step, summary=self.Summary(value=scalars)))
 
     def write_picture(self, step: int, tag: str, path: Path) -> None:
         """A PNG, whose header says its size."""
         content = path.read_bytes()
         width, height = struct.unpack(">II", content[16:24])
-        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=content)
-        summary = Summary(value=[Summary.Value(tag=tag, image=image)])
-        self.events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        image = self.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=content)
+        summary = self.Summary(value=[self.Summary.Value(tag=tag, image=image)])
+        self.events.write_event(self.Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         self.events.flush()

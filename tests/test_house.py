@@ -89,6 +89,13 @@ def test_no_jax(name):
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
+@pytest.mark.parametrize("name", ["train", "evaluate", "sample", "convert", "compare"])
+def test_no_torch(name):
+    """A program that imports torch and the clients of clouds before it says its first word, through tensorboardX."""
+    code = f"import sys, {name}; assert not {{'torch', 'tensorboardX', 'google.cloud.storage'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
 def test_length():
     """A reference that nobody reads to its end."""
     lines = {path.stem: len(path.read_text().splitlines()) for path in [*OURS.values(), *(REPO / "tools").glob("*.py")]}

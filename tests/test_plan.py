@@ -42,12 +42,12 @@ def weights(axes, tensor: int) -> list[Collective]:
     embed, layer, head = "embed_tokens in hidden_states", "layer in hidden_states", "token_loss in gradients"
     n, rows = axes[0][1], []
     for where in (embed, head):
-        rows.append(row(where, "forward", "all-gather", axes, "bfloat16", (V // tensor, D // n), 1))
-        rows.append(row(where, "backward", "reduce-scatter", axes, "float32", (V // tensor, D), 1))
+        rows.append(row(where, "forward", "all-gather", axes, "bfloat16", (V // tensor // n, D), 1))
+        rows.append(row(where, "backward", "reduce-scatter", axes, "float32", (n, V // tensor // n, D), 1))
     for width, matrices in ((D // tensor, 4), (F // tensor, 3)):
         for phase in ("forward", "recomputed"):
             rows.append(row(layer, phase, "all-gather", axes, "bfloat16", (D // n, width), L * matrices))
-        rows.append(row(layer, "backward", "reduce-scatter", axes, "float32", (D, width), L * matrices))
+        rows.append(row(layer, "backward", "reduce-scatter", axes, "float32", (n, D // n, width), L * matrices))
     return rows
 
 
@@ -66,7 +66,7 @@ def test_stage1_on_512_devices():
     data, fsdp, both = (("data", 8),), (("fsdp", 64),), (("data", 8), ("fsdp", 64))
     expected = [
         *weights(fsdp, tensor=1),
-        summed(data, (V, D // 64), 2),  # embed lm_head
+        summed(data, (V // 64, D), 2),  # embed lm_head
         summed(data, (L, D // 64, D), 4),  # wq wk wv wo
         summed(data, (L, D // 64, F), 3),  # w_gate w_up w_down
         summed(both, (L, D), 4),  # q_norm k_norm attn_norm ffn_norm
@@ -124,7 +124,7 @@ def test_65536_tokens_over_context_and_tensor():
         ),
         over_tensor("chunk_loss in token_loss", "forward", "float32", (2048,), 3 * N // 2048),  # peak, sum, target
         over_tensor("token_loss in gradients", "backward", "float32", (), 1),  # cotangent of the loss
-        summed((context,), (V // 2, D // 16), 2),
+        summed((context,), (V // 2 // 16, D), 2),
         summed((context,), (L, D // 16, D // 2), 4),
         summed((context,), (L, D // 16, F // 2), 3),
         summed((fsdp, context), (L, D // 2), 2),  # q_norm k_norm

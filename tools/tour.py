@@ -262,7 +262,7 @@ def layer_of() -> list[Event]:
         elif name in plan.KINDS and (n := math.prod(sizes)) > 1:
             x = eqn.invars[0].aval
             sent = plan.bytes_sent(plan.KINDS[name], x.size * x.dtype.itemsize, n) / 1e6
-            shard = min(x.shape, eqn.outvars[0].aval.shape)
+            shard = min(x, eqn.outvars[0].aval, key=lambda aval: aval.size).shape
             what = what if plan.KINDS[name] == "all-reduce" else " ".join(of_shape[shard])
             found += [Event(plan.phase(path), plan.KINDS[name], what, 1, sent)] if sent >= 0.1 else []
     grouped = [list(same) for _, same in groupby(found, key=lambda e: e[:3])]
