@@ -326,6 +326,7 @@ def make_execution(config: Config, microbatch: int, platform: str) -> model.Exec
         scan_unroll=hardware.scan_unroll,
         loss_chunk=hardware.loss_chunk,
         key_multiple=key_multiple,
+        sums_in_order=hardware.xla_flags.get("xla_gpu_deterministic_ops") is True,
     )
 
 
