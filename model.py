@@ -60,6 +60,7 @@ bodies are one device's; only a line that begins with "local:" tells how they co
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +143,7 @@ class Execution:
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
     key_multiple: int = 1  # the attention wants a number of keys divisible by this; Splash: 128
-    sums_in_order: bool = False  # the embedding's gradient is sorted and added up in one order; see rows_in_order
+    take_rows: Callable = operator.getitem  # (table [V, D], ids [N]) -> [N, D]; or attention.rows_in_order
 
     def __post_init__(self):
         for name in self.remat or ():
@@ -462,43 +463,13 @@ def swap_with_mirror(x):
 # ------------------------------------------------------------------------------------------------------ transformer
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rows_in_order(table_VD, ids_N, shape: tuple[int, int]):
-    """table_VD[ids_N], with a gradient that adds up in one order, in fp32. `shape`: the table's.
-
-    Plain autodiff scatters: on a GPU by atomics, whose order differs from run to run, or, where XLA may not, by sorting
-    all N D numbers. Here N ids are sorted, rows of one id are added up as a tree, and each sum is written once.
-    """
-    return table_VD[ids_N]
-
-
-def _rows_in_order_bwd(shape, ids_N, dx_ND):
-    order_N = jnp.argsort(ids_N)
-    ids_N, dx32_ND = ids_N[order_N], dx_ND[order_N].astype(jnp.float32)
-    changes = ids_N[1:] != ids_N[:-1]  # from one id to the next
-
-    def add(left, right):  # a sum begins anew where an id does
-        (left_new, left), (right_new, right) = left, right
-        return left_new | right_new, jnp.where(right_new, right, left + right)
-
-    _, sums_ND = lax.associative_scan(add, (jnp.append(True, changes)[:, None], dx32_ND))
-    # The last row of an id has its sum. The others go to rows of their own that the table has not, and are dropped.
-    rows_N = jnp.where(jnp.append(changes, True), ids_N, shape[0] + jnp.arange(len(ids_N)))
-    zeros_VD = vary(jnp.zeros(shape, dx_ND.dtype))
-    return zeros_VD.at[rows_N].set(sums_ND.astype(dx_ND.dtype), mode="drop", unique_indices=True), None
-
-
-rows_in_order.defvjp(lambda table_VD, ids_N, shape: (table_VD[ids_N], ids_N), _rows_in_order_bwd)
-
-
-def embed_tokens(params, tokens_BS, config: ModelConfig, sums_in_order: bool = False):
+def embed_tokens(params, tokens_BS, config: ModelConfig, take_rows: Callable = operator.getitem):
     """Rows of the embedding, [B*S, D] in the compute dtype. The vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
         table_VD = gather_weight(params["embed"], 1, config)
         # A device looks up the ids that lie in its rows, and puts zeros where the others' lie.
         local_N, mine_N = local_labels(tokens_BS.reshape(-1), table_VD.shape[0])
-        rows_ND = rows_in_order(table_VD, local_N, table_VD.shape) if sums_in_order else table_VD[local_N]
-        x_ND = jnp.where(mine_N[:, None], rows_ND, 0)
+        x_ND = jnp.where(mine_N[:, None], take_rows(table_VD, local_N), 0)
         return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
@@ -619,7 +590,7 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
         # prevent_cse=False: a scan's body cannot be merged with its copy in the backward pass, so no barriers are needed.
         options = {"wrap": partial(jax.checkpoint, policy=policy, prevent_cse=False)}
 
-    x_ND = embed_tokens(params, tokens_BS, config, execution.sums_in_order)
+    x_ND = embed_tokens(params, tokens_BS, config, execution.take_rows)
     x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, **options)
     return rms_norm(x_ND, params["final_norm"], config.norm_eps)
 

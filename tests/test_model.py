@@ -752,26 +752,6 @@ def test_remat_and_unroll_change_nothing(one_device, remat):
     assert worst(got, grads)[0] < 1e-5, worst(got, grads)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 2)], ids=str)
-def test_embedding_summed_in_order(one_device, shape):
-    """Catches rows of a token that are lost or written over by another's, or tokens of another device's rows that count;
-    and a scatter that adds, which a GPU does in an order of its own."""
-    c, params, batch, (loss, _, grads) = one_device
-    execution = replace(DENSE, sums_in_order=True)
-    few = batch | {"tokens": batch["tokens"] % 5}  # each id often, one of them at the end of the sorted ids
-    for tokens, expected in ((batch, (loss, grads)), (few, loss_and_gradients(c, params, few, DENSE)[::2])):
-        got_loss, _, got = loss_and_gradients(c, params, tokens, execution, shape=shape)
-        assert got_loss == pytest.approx(expected[0], rel=1e-6)
-        assert worst(got, expected[1])[0] < 1e-5, worst(got, expected[1])
-
-    def gradient(table):
-        ids = model.vary(jnp.array([3, 0, 3, 1]))
-        return jax.grad(lambda table: jnp.sum(model.rows_in_order(table, ids, table.shape) ** 2))(model.vary(table))
-
-    jaxpr = str(jax.make_jaxpr(on_mesh(gradient, P(), P(), check_vma=False))(jnp.ones((5, 4))))
-    assert "scatter" in jaxpr and "scatter-add" not in jaxpr
-
-
 # ---------------------------------------------------------------------------------------------------- training step
 
 # Adam's eps is large here: with 1e-8 it would blow up rounding where a gradient element is itself of rounding size.
