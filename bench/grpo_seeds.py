@@ -50,11 +50,11 @@ def grpo(run: Path, start: Path, steps: int, seed: int) -> dict[int, dict[str, f
     return rewards(run)
 
 
-def further_sft(start: Path, seed: int) -> dict[int, dict[str, float]]:
-    """The same evaluation of checkpoints of an SFT run: grpo.py without a step."""
+def further_sft(start: Path, seed: int, at_start: dict[str, float]) -> dict[int, dict[str, float]]:
+    """The same evaluation of the checkpoints of an SFT run: what grpo.py finds before its first step."""
     tune(run := RUNS / f"sft_{seed}", start, STEPS, 0, seed)
-    return {0: grpo(RUNS / "start_reward", start, 0, 0)[0]} | {
-        step: grpo(RUNS / f"sft_{seed}_{step}", run / "checkpoints" / str(step), 0, 0)[0]
+    return {0: at_start} | {
+        step: grpo(RUNS / f"sft_{seed}_{step}", run / "checkpoints" / str(step), 1, 0)[0]
         for step in range(EVERY, STEPS + 1, EVERY)
     }
 
@@ -92,8 +92,8 @@ def main() -> None:
         call("tools/chat_to_tokens.py", DATA / "sft.jsonl", "--tokenizer", args.tokenizer, "--out", DATA / "chat",
              "--held-out", 0, "--sequence-length", 128)  # fmt: skip
     tune(start := RUNS / "start", Path(args.start), 120, 6, 34521)
-    curves = {"GRPO": [grpo(RUNS / f"grpo_{seed}", start, STEPS, seed) for seed in SEEDS],
-              "further SFT": [further_sft(start, seed) for seed in SEEDS]}  # fmt: skip
+    by_grpo = [grpo(RUNS / f"grpo_{seed}", start, STEPS, seed) for seed in SEEDS]
+    curves = {"GRPO": by_grpo, "further SFT": [further_sft(start, seed, by_grpo[0][0]) for seed in SEEDS]}
     for label, runs in curves.items():
         for name in TAGS:
             for step in (0, STEPS):
