@@ -34,6 +34,7 @@ LEFT_OUT = {
     "data/evals": "needs the block before it",
     "requirements-tpu.txt": "installs a TPU's compiler; tests/test_plan.py runs it where that is installed",
     "bench/": "a benchmark: minutes to hours",
+    "runs/stage1_32b": "a month of a TPU pod",
 }
 
 
