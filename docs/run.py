@@ -37,6 +37,7 @@ LEFT_OUT = {
     "--hardware h100": "needs the GPU's compiler; pytest -m gpu_plan runs it where that is installed",
     "sbatch": "needs Slurm; tests/test_slurm.py runs the script with stubs",
     "bench/": "a benchmark: minutes to hours",
+    "runs/stage1_32b": "a month of a TPU pod",
 }
 
 

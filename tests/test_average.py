@@ -17,8 +17,10 @@ from safetensors.numpy import load_file
 
 import convert
 import data
+import evaluate
 import model
 import optim
+import processes
 import sample
 import train
 from checkpoint import (
@@ -133,7 +135,7 @@ def test_it_is_what_orbax_leaves(saved, tmp_path, capsys):
 
 
 def test_every_command_opens_it(tmp_path, capsys):
-    """An average that sample.py or convert.py cannot open or find the tokenizer of, or that they read as other numbers."""
+    """An average that sample.py, convert.py or evaluate.py cannot open or find the tokenizer of, or read as other numbers."""
     sources = [text_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
     run(capsys, *sources, "--out", tmp_path / "mean")
     for source in (*sources, tmp_path / "mean"):
@@ -146,6 +148,9 @@ def test_every_command_opens_it(tmp_path, capsys):
     argv = ["--prompt", "def main(", "--tokens", "5", "--temperature", "0", "--hardware", "cpu", "--json"]
     assert sample.main([str(tmp_path / "mean"), *argv]) == 0
     assert json.loads(capsys.readouterr().out)
+    index = ["--index", str(tmp_path / "one" / "train.json"), "--batch", "8", "--on-training-data"]
+    assert evaluate.main(["loss", str(tmp_path / "mean"), *index, "--hardware", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout"]["all"]["ce"] > 1
 
 
 def test_a_stage_starts_from_it(saved, tmp_path, capsys):
@@ -221,6 +226,9 @@ def mistakes(saved, tmp_path):
 def test_mistakes_are_refused(mistakes, tmp_path, capsys):
     """A mean of one checkpoint, of different models that have the same shapes, of different tokenizers, or over something
     that exists; a mistake that is met after minutes of work, or that leaves half a folder."""
+    with processes.sole_writer(tmp_path / "mean"):  # another average is being made there
+        _, err = run(capsys, *mistakes["absent"][0][:1], tmp_path / "words", *mistakes["absent"][0][2:], expect=1)
+        assert "mean: is being written by process" in err
     before = sorted(tmp_path.iterdir())
     for name, (arguments, words) in mistakes.items():
         _, err = run(capsys, *arguments, expect=2)
