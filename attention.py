@@ -1,5 +1,7 @@
 """The attention of model.py, computed faster: blockwise on any machine, JAX's Splash kernel on a TPU, cuDNN's on a GPU.
 
+And `rows_in_order`, an embedding whose gradient has the same bits in every run on a GPU.
+
 All have the signature of model.dense_attention once their block sizes are bound: (q, k, v, where, slot) -> heads_out.
 Tests hold them equal to it, forward and backward. `choose_attention` binds them as a hardware file says. Imports
 model.py alone.
@@ -20,7 +22,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from model import MASKED, Places, Where, dense_attention, save_as, visible
+from model import MASKED, Places, Where, dense_attention, save_as, vary, visible
 
 UNROLLED = 8  # ranges of keys of a full layer's blockwise attention, at the price of an eighth more scores
 
@@ -300,3 +302,39 @@ def _attend_and_keep_bwd(window, slot, implementation, pullback, dout):
 
 
 attend_and_keep.defvjp(_attend_and_keep_fwd, _attend_and_keep_bwd)
+
+
+# ---------------------------------------------------------------------------------------------- rows of the embedding
+
+
+def rows_in_order(table_VD, ids_N):
+    """table_VD[ids_N], with a gradient that is added up in one order, in fp32.
+
+    Plain autodiff scatters: on a GPU by atomics, whose order differs from run to run, or, where XLA may not, by sorting
+    all N D numbers. Here N ids are sorted, the rows of one id are added up as a tree, and each sum is written once.
+    """
+    return _rows_in_order(table_VD, ids_N, table_VD.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows_in_order(table_VD, ids_N, shape):
+    return table_VD[ids_N]
+
+
+def _rows_in_order_bwd(shape, ids_N, dx_ND):
+    order_N = jnp.argsort(ids_N)
+    ids_N, dx32_ND = ids_N[order_N], dx_ND[order_N].astype(jnp.float32)
+    changes = ids_N[1:] != ids_N[:-1]  # from one id to the next
+
+    def add(left, right):  # a sum begins anew where an id does
+        (left_new, left), (right_new, right) = left, right
+        return left_new | right_new, jnp.where(right_new, right, left + right)
+
+    _, sums_ND = lax.associative_scan(add, (jnp.append(True, changes)[:, None], dx32_ND))
+    # The last row of an id has its sum. The others go to rows of their own that the table has not, and are dropped.
+    rows_N = jnp.where(jnp.append(changes, True), ids_N, shape[0] + jnp.arange(len(ids_N)))
+    zeros_VD = vary(jnp.zeros(shape, dx_ND.dtype))
+    return zeros_VD.at[rows_N].set(sums_ND.astype(dx_ND.dtype), mode="drop", unique_indices=True), None
+
+
+_rows_in_order.defvjp(lambda table_VD, ids_N, shape: (table_VD[ids_N], ids_N), _rows_in_order_bwd)

@@ -13,6 +13,7 @@ import glob
 import importlib.util
 import json
 import math
+import operator
 import os
 import re
 import sys
@@ -31,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import model
 import optim
-from attention import SplashConfig, choose_attention
+from attention import SplashConfig, choose_attention, rows_in_order
 from processes import (
     HERE,
     find_config,
@@ -352,6 +353,7 @@ def make_execution(config: Config, microbatch: int, platform: str) -> model.Exec
         scan_unroll=hardware.scan_unroll,
         loss_chunk=hardware.loss_chunk,
         key_multiple=key_multiple,
+        take_rows=rows_in_order if hardware.xla_flags.get("xla_gpu_deterministic_ops") else operator.getitem,
     )
 
 

@@ -60,6 +60,7 @@ bodies are one device's; only a line that begins with "local:" tells how they co
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +148,7 @@ class Execution:
     scan_unroll: int  # cycles of the layer pattern unrolled in the layer loop
     loss_chunk: int  # tokens whose logits exist at once
     key_multiple: int = 1  # the attention wants a number of keys divisible by this; Splash: 128
+    take_rows: Callable = operator.getitem  # (table [V, D], ids [N]) -> [N, D]; or attention.rows_in_order
 
     def __post_init__(self):
         for name in self.remat or ():
@@ -480,13 +482,13 @@ def swap_with_mirror(x):
 # ------------------------------------------------------------------------------------------------------ transformer
 
 
-def embed_tokens(params, tokens_BS, config: ModelConfig):
+def embed_tokens(params, tokens_BS, config: ModelConfig, take_rows: Callable = operator.getitem):
     """Rows of the embedding, [B*S, D] in the compute dtype. Once gathered, the vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
         table_VD = gather_weight(params["embed"], config)
         # A device looks up the ids that lie in its rows, and puts zeros where the others' lie.
         local_N, mine_N = local_labels(tokens_BS.reshape(-1), table_VD.shape[0])
-        x_ND = jnp.where(mine_N[:, None], table_VD[local_N], 0)
+        x_ND = jnp.where(mine_N[:, None], take_rows(table_VD, local_N), 0)
         return vary(lax.psum(x_ND, "tensor"))  # each row lies on one device; [N, D] stays [N, D]
 
 
@@ -613,7 +615,7 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
 
     # prevent_cse=False: a scan's body cannot be merged with its copy in the backward pass, so no barriers are needed.
     wrap = partial(recompute, config=config, execution=execution, prevent_cse=False)
-    x_ND = embed_tokens(params, tokens_BS, config)
+    x_ND = embed_tokens(params, tokens_BS, config, execution.take_rows)
     x_ND, _ = scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, wrap=wrap)
     return rms_norm(x_ND, params["final_norm"], config.norm_eps)
 

@@ -26,7 +26,7 @@ from test_model import (
 )
 
 import model
-from attention import SplashConfig, blockwise_attention, choose_attention
+from attention import SplashConfig, blockwise_attention, choose_attention, rows_in_order
 from model import Places, Where
 
 SPLASH = SplashConfig(128, 128, "seq_minor", "seq_minor", "head_dim_minor")
@@ -234,6 +234,31 @@ def test_cudnn_refuses_what_it_would_compute_wrongly(offset, documents):
     x = jnp.zeros((1, 8, 2, 8))
     with pytest.raises(ValueError, match="documents or a sequence over devices; fix: attention blockwise"):
         executions(4)["cudnn"].attention(x, x, x, where, 0)
+
+
+@pytest.mark.parametrize("ids", [97, 5])
+def test_rows_in_order(ids):
+    """Catches rows of a token that are lost or written over by another's, or tokens of another device's rows that count:
+    with few ids each stands often, and the last one at the end of the sorted ids."""
+    params, batch = random_params(CONFIG), random_batch(CONFIG, 4, 12)
+    batch["tokens"] %= ids
+    expected_loss, _, expected = loss_and_gradients(CONFIG, params, batch, DENSE)
+    execution = replace(DENSE, take_rows=rows_in_order)
+    loss, _, grads = loss_and_gradients(CONFIG, params, batch, execution, shape=(1, 2, 1, 2))
+    assert loss == pytest.approx(expected_loss, rel=1e-6) and worst(grads, expected)[0] < 1e-5
+
+
+def test_rows_in_order_write_each_sum_once():
+    """Catches a scatter that adds: on a GPU its order is another in every run."""
+
+    def gradient(table):
+        ids = model.vary(jnp.array([3, 0, 3, 1]))
+        return jax.grad(lambda table: jnp.sum(rows_in_order(table, ids) ** 2))(model.vary(table))
+
+    f = on_mesh(gradient, P(), P(), check_vma=False)
+    jaxpr = str(f.trace(jnp.ones((5, 4))).jaxpr)
+    assert "scatter" in jaxpr and "scatter-add" not in jaxpr
+    np.testing.assert_array_equal(f(jnp.ones((5, 4)))[:, 0], [2, 2, 0, 4, 0])
 
 
 ALONE = """
