@@ -204,7 +204,7 @@ def hidden_states(params, tokens_BS, segments_BS, config: ModelConfig, execution
         return layer(x_ND, w, *of_kind[kind], config, execution, slot)
 
     wrap = partial(model.recompute, config=config, execution=execution, prevent_cse=False)
-    x_ND = model.embed_tokens(params, tokens_BS, config)
+    x_ND = model.embed_tokens(params, tokens_BS, config, execution.take_rows)
     x_ND, kept = model.scan_layers(params, x_ND, apply, config, unroll=execution.scan_unroll, wrap=wrap,
                                    tensors=LAYER_TENSORS + OWN)  # fmt: skip
     # Of each slot a stack over cycles.

@@ -132,7 +132,7 @@ def token_loss(params, batch, z_loss: float, config: ModelConfig, execution: Exe
     later_BS, mtp_ce_BS, share = counts_BS, jnp.zeros_like(ce_BS), 1 / config.mtp_depth
     for k in range(config.mtp_depth):
         w = {name.removeprefix("mtp_"): x[k] for name, x in params.items() if name.startswith("mtp_")}
-        embedded_ND = model.embed_tokens(params, labels_BS, config)
+        embedded_ND = model.embed_tokens(params, labels_BS, config, execution.take_rows)
         h_ND = step(h_ND, embedded_ND, w)
         labels_BS, later_BS = one_later(labels_BS), one_later(later_BS)
         counts_BS = counts_BS * later_BS
