@@ -464,7 +464,7 @@ def pin_settings() -> None:
     if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not accelerators:
         jax.config.update("jax_platforms", "cpu")
     if glob.glob("/dev/nvidia*") + glob.glob("/dev/dxg"):
-        # Law 3: in products of float32 cuBLAS would round to TF32's 10 bits. A user's own value stands, and is recorded.
+        # In products of float32 cuBLAS would round to TF32's 10 bits. A user's own value stands, and is recorded.
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     for name, value in PINNED.items():
         if (got := getattr(jax.config, name)) != value:
