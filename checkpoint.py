@@ -393,9 +393,8 @@ class Opened(NamedTuple):
 
     def compiled(self, body: Callable, in_specs, out_specs, donated=()):
         """jit(shard_map(body(params, ...))). Outputs are equal along tensor, which check_vma cannot see."""
-        if (
-            getattr(architecture(self.config), "layer", None) is not model.layer
-        ):  # whatever `body` is, it is built on that
+        # Whatever `body` is, it is built on model.layer.
+        if getattr(architecture(self.config), "layer", None) is not model.layer:
             raise ValueError(f"model.module: got {self.config.model.module}, expected the layers of model.py: others are "
                              "trained and their loss evaluated, no more; fix: run.sample_prompt: null in training")  # fmt: skip
         specs = (param_specs(self.config), *in_specs)
