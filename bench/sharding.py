@@ -249,7 +249,7 @@ class Mutant(NamedTuple):
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
 SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], axes)"
-SCATTER, NORM = "dimension=0, tiled=False)", "lax.psum(jnp.sum(jnp.square(g)), sharded)"
+SCATTER, NORM = "dimension=0, tiled=False)", "lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
@@ -269,7 +269,7 @@ MUTANTS = [Mutant(*row) for row in (
     ("share of the loss not divided by tensor", SHARE, "return total / divisor, sums", FULL),
     ("share of the loss summed over the mesh", SHARE,
      "return lax.psum(total / divisor / tensor, model.AXES), sums", FULL),
-    ("parameters not marked as varying", "params = model.vary(params)\n    tensor", "tensor", FULL),
+    ("parameters not marked as varying", "params, code = model.vary(params), ", "code = ", FULL),
     ("nothing marked as varying", "return jax.tree.map(mark, x)", "return x", FULL),
     ("halo one key short", "halo = window - 1", "halo = window - 2", CONTEXT),
     ("halo from the same neighbour at every hop", "passed = passed[:,", "passed = x[:,", "1 1 8 1  dense, unchecked"),
