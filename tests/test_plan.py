@@ -344,7 +344,7 @@ def test_what_cannot_be_counted_is_an_error(monkeypatch, change, named):
         return reduce_gradients(grads | {"final_norm": change(grads["final_norm"])}, config)
 
     monkeypatch.setattr(model, "reduce_gradients", changed)
-    monkeypatch.delitem(plan.KINDS, "all_to_all")  # as if this one were new to the list
+    monkeypatch.delitem(plan_tool.KINDS, "all_to_all")  # as if this one were new to the list
     with pytest.raises(RunFailed, match=re.escape(named)):
         plan_tool.collectives(load_config("stage1", "cpu", list(TINY)), 8)
 
