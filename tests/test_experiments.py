@@ -59,6 +59,7 @@ BREAKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "old", "new", "mesh"), BREAKS, ids=lambda x: str(x)[:40])
 def test_break_is_seen(monkeypatch, name, old, new, mesh):
     """Catches a comparison with one device that would not notice, or that compares a file with itself."""

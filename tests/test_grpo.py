@@ -174,7 +174,13 @@ def sums(run_dir, step: int) -> dict:
     return read_meta(run_dir / "checkpoints" / str(step))["checksums"]
 
 
-@pytest.mark.parametrize("sets", [(), ("grpo.mini_batches=2", "data.global_batch=4")], ids=["one", "two mini-batches"])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        pytest.param((), id="one", marks=pytest.mark.slow),  # killed below, too
+        pytest.param(("grpo.mini_batches=2", "data.global_batch=4"), id="two mini-batches"),
+    ],
+)
 def test_a_resumed_run_is_the_same_to_the_bit(place, sets):
     """Prompts, draws or counters that depend on what was run before; a sampler that draws from other probabilities than
     those that are trained."""
