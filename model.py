@@ -295,9 +295,12 @@ def _gather_weight_fwd(w, config):
 
 def reduce_scatter(g):
     """Sum a gradient over fsdp; each device keeps the rows of its shard."""
-    # A dimension of their own: where shards lie one below the other, the TPU compiler pads 1,568 rows and moves them.
-    g = g.reshape(lax.axis_size("fsdp"), -1, *g.shape[1:])
-    return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=False)  # [fsdp, D/fsdp, ..] -> [D/fsdp, ..], summed
+    # The TPU compiler pads a shard of 1,568 rows of the vocabulary and moves them, unless shards have a dimension of their
+    # own. Given one, it takes a whole all-reduce for the layers' matrices, whose shards have fewer rows.
+    own = g.shape[0] // lax.axis_size("fsdp") >= 256
+    if own:
+        g = g.reshape(lax.axis_size("fsdp"), -1, *g.shape[1:])
+    return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=not own)  # [D, ..] -> [D/fsdp, ..], summed
 
 
 def _gather_weight_bwd(config, _, g):

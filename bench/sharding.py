@@ -249,7 +249,7 @@ class Mutant(NamedTuple):
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
 SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], axes)"
-SCATTER, NORM = "dimension=0, tiled=False)", "lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))"
+SCATTER, NORM = "dimension=0, tiled=not own)", "lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
