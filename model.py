@@ -293,22 +293,20 @@ def _gather_weight_fwd(w, config):
     return gather_weight(w, config), None
 
 
-def reduce_scatter(g):
-    """Sum a gradient over fsdp; each device keeps the rows of its shard."""
-    # The TPU compiler pads a shard of 1,568 rows of the vocabulary and moves them, unless shards have a dimension of their
-    # own. Given one, it takes a whole all-reduce for the layers' matrices, whose shards have fewer rows.
-    own = g.shape[0] // lax.axis_size("fsdp") >= 256
-    if own:
-        g = g.reshape(lax.axis_size("fsdp"), -1, *g.shape[1:])
-    return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=not own)  # [D, ..] -> [D/fsdp, ..], summed
-
-
 def _gather_weight_bwd(config, _, g):
     g = g.astype(config.grad_reduce_dtype)  # plain autodiff would add up in the compute dtype
-    return (reduce_scatter(g).astype(jnp.float32),)
+    g = lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)  # [D, ..] -> [D/fsdp, ..], summed
+    return (g.astype(jnp.float32),)
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+
+
+def gather_vocabulary(w, config: ModelConfig):
+    """gather_weight for rows of the vocabulary: [V/(tensor*fsdp), D] -> [V/tensor, D]."""
+    # Shards have a dimension of their own. Where they lie one below the other, the TPU compiler pads those of a gradient
+    # (7B on 64 shards: 1,568 rows each) and moves them. Layers' shards are smaller, and with such a dimension slower.
+    return gather_weight(w[None], config).reshape(-1, w.shape[1])
 
 
 # ------------------------------------------------------------------------------------------------------- pure maths
@@ -488,7 +486,7 @@ def swap_with_mirror(x):
 def embed_tokens(params, tokens_BS, config: ModelConfig, take_rows: Callable = operator.getitem):
     """Rows of the embedding, [B*S, D] in the compute dtype. Once gathered, the vocabulary is sharded over tensor."""
     with jax.named_scope("embed"):
-        table_VD = gather_weight(params["embed"], config)
+        table_VD = gather_vocabulary(params["embed"], config)
         # A device looks up the ids that lie in its rows, and puts zeros where the others' lie.
         local_N, mine_N = local_labels(tokens_BS.reshape(-1), table_VD.shape[0])
         x_ND = jnp.where(mine_N[:, None], take_rows(table_VD, local_N), 0)
@@ -634,7 +632,7 @@ def logits(params, tokens_BS, segments_BS, config: ModelConfig, execution: Execu
 
 def gather_head(lm_head, config: ModelConfig):
     """This device's rows of the output matrix, whole in width, in the compute dtype: [V/tensor, D]."""
-    return gather_weight(lm_head, config)
+    return gather_vocabulary(lm_head, config)
 
 
 def head_logits(x_ND, head_VD, config: ModelConfig):
@@ -736,8 +734,11 @@ def _cross_entropy_bwd(z_loss, config, chunk, residuals, cotangents):
     # it. dx is this device's part, from its rows of the vocabulary; the psum in front of it, backward, adds the parts up.
     g = lax.psum(cotangents[0], "tensor")
     dhead_VD = (g * dhead_VD).astype(config.grad_reduce_dtype)
+    # Shards have a dimension of their own, as in gather_vocabulary.
+    dhead_VD = dhead_VD.reshape(lax.axis_size("fsdp"), -1, dhead_VD.shape[1])
+    dhead_VD = lax.psum_scatter(dhead_VD, "fsdp", scatter_dimension=0, tiled=False)  # [fsdp, V/fsdp, D] -> [V/fsdp, D]
     # Before the layers' backward pass: until then a device holds dW whole, in fp32 1.5 GiB of a 7B.
-    dx_ND, dhead_VD = lax.optimization_barrier((dx_ND, reduce_scatter(dhead_VD)))
+    dx_ND, dhead_VD = lax.optimization_barrier((dx_ND, dhead_VD))
     return vary(((g * dx_ND).astype(dx_ND.dtype), dhead_VD.astype(jnp.float32), None, None))
 
 

@@ -249,7 +249,8 @@ class Mutant(NamedTuple):
 GENERAL, FULL = "2 2 2 1  dense, unchecked", "1 2 2 2  dense, unchecked"
 TENSOR, CONTEXT = "1 2 1 4  dense, unchecked", "1 1 4 1  dense, unchecked"
 SHARE, SUMMED = "return total / divisor / tensor, sums", "lax.psum(grads[name], axes)"
-SCATTER, NORM = "dimension=0, tiled=not own)", "lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))"
+SCATTER, NORM = "dimension=0, tiled=True)", "lax.psum(jnp.sum(jnp.square(g)), model.axes_of(specs[name]))"
+HEAD = "dimension=0, tiled=False)"
 MUTANTS = [Mutant(*row) for row in (
     ("QK-norm over a device's own heads", 'vary(lax.psum(square_sum, "tensor"))',
      'square_sum * lax.axis_size("tensor")', TENSOR),
@@ -266,6 +267,7 @@ MUTANTS = [Mutant(*row) for row in (
      'tuple(a for a in AXES if a not in axes_of(t.spec) and a != "context")', FULL),
     ("gradients summed over fsdp too", SUMMED, 'lax.psum(grads[name], tuple({*axes, "fsdp"}))', FULL),
     ("reduce-scatter averages", SCATTER, f'{SCATTER} / lax.axis_size("fsdp")', FULL),
+    ("reduce-scatter of the head averages", HEAD, f'{HEAD} / lax.axis_size("fsdp")', FULL),
     ("share of the loss not divided by tensor", SHARE, "return total / divisor, sums", FULL),
     ("share of the loss summed over the mesh", SHARE,
      "return lax.psum(total / divisor / tensor, model.AXES), sums", FULL),

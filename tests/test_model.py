@@ -939,11 +939,3 @@ def test_what_is_masked_contributes_nothing():
     assert loss == loss2
     for name in grads:
         np.testing.assert_array_equal(grads[name], grads2[name], err_msg=name)
-
-
-@pytest.mark.parametrize("rows", [8, 1024])
-def test_reduce_scatter(rows):
-    """Rows that come to another device, or are not summed, in the form for few rows a shard and in that for many."""
-    x = np.random.default_rng(0).normal(size=(4, rows, 3)).astype(np.float32)
-    f = on_mesh(lambda x: model.reduce_scatter(x[0]), (P("fsdp"),), P("fsdp"), (1, 4, 1, 1))
-    np.testing.assert_allclose(f(x), x.sum(axis=0), rtol=1e-5, atol=1e-6)

@@ -42,12 +42,12 @@ def weights(axes, tensor: int) -> list[Collective]:
     embed, layer, head = "embed_tokens in hidden_states", "layer in hidden_states", "token_loss in gradients"
     n, rows = axes[0][1], []
     for where in (embed, head):
-        rows.append(row(where, "forward", "all-gather", axes, "bfloat16", (V // tensor // n, D), 1))
+        rows.append(row(where, "forward", "all-gather", axes, "bfloat16", (1, V // tensor // n, D), 1))
         rows.append(row(where, "backward", "reduce-scatter", axes, "float32", (n, V // tensor // n, D), 1))
     for width, matrices in ((D // tensor, 4), (F // tensor, 3)):
         for phase in ("forward", "recomputed"):
             rows.append(row(layer, phase, "all-gather", axes, "bfloat16", (D // n, width), L * matrices))
-        rows.append(row(layer, "backward", "reduce-scatter", axes, "float32", (n, D // n, width), L * matrices))
+        rows.append(row(layer, "backward", "reduce-scatter", axes, "float32", (D, width), L * matrices))
     return rows
 
 

@@ -52,7 +52,7 @@ import train
 from config import Config, batch_specs, largest_microbatch, load_config, make_execution, mesh_sizes, pin_settings
 from data import local_path
 from metrics import PEAK_FLOPS, flops_per_token
-from processes import RunFailed, add_verb, first_line, inputs_are_checked, run_command, sole_writer
+from processes import HERE, RunFailed, add_verb, first_line, inputs_are_checked, run_command, sole_writer
 
 KINDS = {
     "all_gather": "all-gather",
@@ -66,10 +66,8 @@ KINDS = {
 }
 SENDS_NOTHING = ("axis_index", "pvary")  # primitives that name mesh axes and are computed in place
 # Functions whose callers say more about where a collective stands.
-HELPERS = ("vary", "gather_weight", "gather_head", "reduce_scatter", "apply", "scan_layers", "loss_by_chunks")
-
-
-EXPERIMENTS = Path(model.__file__).parent / "experiments"
+HELPERS = ("vary", "gather_weight", "gather_head", "gather_vocabulary", "apply", "scan_layers", "loss_by_chunks")
+EXPERIMENTS = HERE / "experiments"
 
 
 class Collective(NamedTuple):
@@ -281,7 +279,7 @@ REASON = "plan.py: error: "
 def parse_topology(text: str) -> tuple[str, tuple[int, ...]]:
     """v5p:4x4x8 -> ("v5p", (4, 4, 8)): chips along each axis; h100:64 -> ("h100", (64,))."""
     kind, _, sizes = text.partition(":")
-    pattern = {True: r"\d+x\d+x\d+", False: r"\d+"}[kind in TPUS]
+    pattern = r"\d+x\d+x\d+" if kind in TPUS else r"\d+"
     if kind not in CHIPS or not re.fullmatch(pattern, sizes) or "0" in sizes.split("x"):
         raise ValueError(f"--topology: got {text!r}, expected KIND:XxYxZ in chips, KIND one of {', '.join(TPUS)}, or "
                          f"KIND:N, KIND one of {', '.join(GPUS)}; example: v5p:4x4x8")  # fmt: skip
