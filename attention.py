@@ -7,7 +7,8 @@ Tests hold them equal to it, forward and backward. `choose_attention` binds them
 model.py alone.
 
 Source: FlashAttention 2 (https://arxiv.org/abs/2307.08691) for the backward pass of a block;
-jax.experimental.pallas.ops.tpu.splash_attention and jax.nn.dot_product_attention for the kernels. Dimensions as in model.py; Q queries of one block.
+jax.experimental.pallas.ops.tpu.splash_attention and jax.nn.dot_product_attention for the kernels. Dimensions as in
+model.py; Q queries of one block.
 """
 
 import math

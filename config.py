@@ -113,7 +113,7 @@ class HardwareConfig:
             raise ValueError(f"microbatch: got {self.microbatch}, expected a positive number")
         if not 0 <= self.loader_workers <= 1024:
             raise ValueError(f"loader_workers: got {self.loader_workers}, expected 0 to 1024 processes")
-        if "cudnn" in (self.attention, *self.attention) and self.xla_flags.get("xla_gpu_deterministic_ops") is not True:
+        if "cudnn" in self.attention and self.xla_flags.get("xla_gpu_deterministic_ops") is not True:
             raise ValueError("attention: got cudnn, whose gradients differ from run to run without XLA's deterministic "
                              "operations; fix: xla_flags.xla_gpu_deterministic_ops=true")  # fmt: skip
 

@@ -67,6 +67,23 @@ def test_window_seen_through_attention(name):
     np.testing.assert_array_equal(seen, (distance >= 0) & (distance < 4))
 
 
+def assert_equals_dense(name: str, block: int, where: Where, weight, q, k, v):
+    """Outputs, and the gradients of their sum times `weight`."""
+
+    def value(name, q, k, v):
+        out = executions(block)[name].attention(q, k, v, where, 0)
+        return jnp.sum(out * weight), out
+
+    results = [
+        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
+        for name in ("dense", name)
+    ]
+    ((_, dense), dense_grads), ((_, out), grads) = results
+    np.testing.assert_allclose(out, dense, atol=3e-6)
+    for a, b in zip(grads, dense_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "S, heads, window, block, documents, earlier, known",
     [
@@ -97,18 +114,7 @@ def test_blockwise_equals_dense(S, heads, window, block, documents, earlier, kno
     q_segment = None if segments is None else segments[:, earlier:]
     where = Where(Places(k_pos[earlier:], k_pos, q_segment, segments), window, earlier if known else None)
 
-    def value(name, q, k, v):
-        out = executions(block)[name].attention(q, k, v, where, 0)
-        return jnp.sum(out * weight), out
-
-    results = [
-        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
-        for name in ("dense", "blockwise")
-    ]
-    ((_, dense), dense_grads), ((_, blockwise), blockwise_grads) = results
-    np.testing.assert_allclose(blockwise, dense, atol=3e-6)
-    for a, b in zip(blockwise_grads, dense_grads, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_equals_dense("blockwise", block, where, weight, q, k, v)
 
 
 def test_blockwise_backward_makes_no_softmax_again():
@@ -200,18 +206,7 @@ def test_cudnn_equals_dense(S, heads, window):
     q, k, v, weight = (jnp.asarray(rng.normal(size=(2, S, h, 6)), jnp.float32) for h in (H, G, G, H))
     where = Where(Places(jnp.arange(S), jnp.arange(S), None, None), window, 0)
 
-    def value(name, q, k, v):
-        out = executions(4)[name].attention(q, k, v, where, 0)
-        return jnp.sum(out * weight), out
-
-    results = [
-        jax.jit(jax.value_and_grad(partial(value, name), (0, 1, 2), has_aux=True), compiler_options=QUICK)(q, k, v)
-        for name in ("dense", "cudnn")
-    ]
-    ((_, dense), dense_grads), ((_, cudnn), cudnn_grads) = results
-    np.testing.assert_allclose(cudnn, dense, atol=3e-6)
-    for a, b in zip(cudnn_grads, dense_grads, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_equals_dense("cudnn", 4, where, weight, q, k, v)
 
 
 @pytest.mark.parametrize("remat", [None, ("q", "k", "v", "heads_out", "lse", "ffn_out")], ids=["all", "named"])

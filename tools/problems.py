@@ -21,31 +21,31 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from own_text import share_of
 
-from data import DataError, local_path, number, replacing
+from data import local_path, replacing
 from processes import add_json, run_command, sole_writer
 from verifiers import python_words
 
+MOST, HELD_OUT = 4, 0.1  # words asked for; share of the words
 
-def problems(most: int, held_out: float) -> dict[str, list[dict]]:
-    """split -> problems: each word with each number of words from 1 to `most`; and "sft", the answers."""
+
+def problems() -> dict[str, list[dict]]:
+    """split -> problems: each word with each number of words from 1 to MOST; and "sft", the answers."""
     words, found = sorted(python_words()), {"train": [], "heldout": [], "sft": []}
     draws = random.Random(0)
     for word in words:
-        asked = [{"prompt": f"Write {n} words after {word}.", "words": n} for n in range(1, most + 1)]
-        if share_of(word) < held_out:
+        asked = [{"prompt": f"Write {n} words after {word}.", "words": n} for n in range(1, MOST + 1)]
+        if share_of(word) < HELD_OUT:
             found["heldout"] += asked
             continue
         found["train"] += asked
-        one = draws.choice(asked)
-        answer = ", ".join(draws.sample(words, one["words"]))
-        found["sft"].append({"prompt": one["prompt"], "completion": answer})
+        chosen = draws.choice(asked)
+        answer = ", ".join(draws.sample(words, chosen["words"]))
+        found["sft"].append({"prompt": chosen["prompt"], "completion": answer})
     return found
 
 
 def write_problems(args: argparse.Namespace) -> dict:
-    out, found = local_path(args.out), problems(args.most, args.held_out)
-    if not all(found.values()):
-        raise DataError(f"--held-out: got {args.held_out}, which leaves a side empty; fix: another share")
+    out, found = local_path(args.out), problems()
     with sole_writer(out):
         for name, rows in found.items():
             with replacing(out / f"{name}.jsonl") as f:
@@ -57,8 +57,6 @@ def write_problems(args: argparse.Namespace) -> dict:
 def parse_args(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for the three files")
-    parser.add_argument("--most", type=number(1, 100), default=4, help="words asked for; default: %(default)s")
-    parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="default: %(default)s")
     add_json(parser)
     return parser.parse_args(arguments)
 
