@@ -56,7 +56,7 @@ def choose_attention(name: str, block: int, splash: SplashConfig | None, platfor
         raise ValueError("splash: got null, expected its tiles, since attention is splash")
     choices = {
         "dense": (dense_attention, 1),
-        "blockwise": (partial(blockwise_attention, block=block), 1),
+        "blockwise": (partial(blockwise_attention, block=block, by_group=platform == "cpu"), 1),
         "splash": (partial(splash_attention, tiles=splash, interpret=platform != "tpu"), 128),  # tiles: 128 keys wide
         "cudnn": (partial(cudnn_attention, implementation="cudnn" if platform == "gpu" else "xla"), 1),
     }
@@ -66,13 +66,6 @@ def choose_attention(name: str, block: int, splash: SplashConfig | None, platfor
 
 
 # ---------------------------------------------------------------------------------------------------------- blockwise
-
-
-def block_scores(window: int | None, q_GRQK, k_GTK, places: Places):
-    """fp32 [G, R, Q, T]. The R heads of a key's group and the block's queries are rows of one matrix."""
-    G, R, Q, K = q_GRQK.shape
-    scores = jnp.einsum("gqk,gtk->gqt", q_GRQK.reshape(G, R * Q, K), k_GTK, preferred_element_type=jnp.float32)
-    return jnp.where(visible(places, window), scores.reshape(G, R, Q, -1), MASKED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -86,12 +79,15 @@ def attend_block(slot: int, window: int | None, q_GRQK, k_GTK, v_GTK, places):
 
 
 def _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places):
+    # The R heads of a key's group and the block's queries are rows of one matrix.
+    G, R, Q, K = q_GRQK.shape
+    scores = jnp.einsum("gqk,gtk->gqt", q_GRQK.reshape(G, R * Q, K), k_GTK, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible(places, window), scores.reshape(G, R, Q, -1), MASKED)
     # The division by the sum comes last, on [Q, K] instead of [Q, T]; the logsumexp is all that backward needs.
-    scores = block_scores(window, q_GRQK, k_GTK, places)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     exps = jnp.exp(scores - peak)
     total = jnp.sum(exps, axis=-1, keepdims=True)
-    exps = exps.astype(v_GTK.dtype).reshape(q_GRQK.shape[0], -1, exps.shape[-1])
+    exps = exps.astype(v_GTK.dtype).reshape(G, R * Q, -1)
     out = jnp.einsum("gqt,gtk->gqk", exps, v_GTK, preferred_element_type=jnp.float32).reshape(q_GRQK.shape) / total
     out = save_as("heads_out", slot, out.astype(v_GTK.dtype))
     lse = save_as("lse", slot, peak + jnp.log(total))
@@ -100,31 +96,39 @@ def _attend_block_fwd(slot, window, q_GRQK, k_GTK, v_GTK, places):
 
 def _attend_block_bwd(slot, window, residuals, dout_GRQK):
     q_GRQK, k_GTK, v_GTK, places, out_GRQK, lse = residuals
-    q, dout = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q_GRQK, dout_GRQK))  # [G, R*Q, K]
-    probs = jnp.exp(block_scores(window, q_GRQK, k_GTK, places) - lse)
-    dprobs = jnp.einsum("gqk,gtk->gqt", dout, v_GTK, preferred_element_type=jnp.float32).reshape(probs.shape)
+    G, R, Q, K = q_GRQK.shape
+    q, dout = q_GRQK.reshape(G, R * Q, K), dout_GRQK.reshape(G, R * Q, K)
+    # Keys are rows here, queries columns: dk and dv are then plain products. On a CPU, a product with a transposed left
+    # side takes up to four times as long.
+    scores = jnp.einsum("gtk,gqk->gtq", k_GTK, q, preferred_element_type=jnp.float32).reshape(G, -1, R, Q)
+    scores = jnp.where(visible(places, window).T[:, None], scores, MASKED)
+    probs = jnp.exp(scores - lse.reshape(G, 1, R, Q))
+    dprobs = jnp.einsum("gtk,gqk->gtq", v_GTK, dout, preferred_element_type=jnp.float32).reshape(probs.shape)
     # d scores = probs (d probs - mean), where mean, the sum of probs * d probs over keys, is the product of out and dout.
-    mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1, keepdims=True)
-    dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(*q.shape[:2], -1)
-    dv_GTK = jnp.einsum("gqt,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
-    dq_GRQK = jnp.einsum("gqt,gtk->gqk", dscores, k_GTK).reshape(q_GRQK.shape)
-    return dq_GRQK, jnp.einsum("gqt,gqk->gtk", dscores, q), dv_GTK, None
+    mean = jnp.sum(out_GRQK.astype(jnp.float32) * dout_GRQK, axis=-1).reshape(G, 1, R, Q)
+    dscores = (probs * (dprobs - mean)).astype(q.dtype).reshape(G, -1, R * Q)
+    dv_GTK = jnp.einsum("gtq,gqk->gtk", probs.astype(dout.dtype).reshape(dscores.shape), dout)
+    dk_GTK = jnp.einsum("gtq,gqk->gtk", dscores, q)
+    dq_GKQ = jnp.einsum("gkt,gtq->gkq", k_GTK.transpose(0, 2, 1), dscores)
+    return dq_GKQ.transpose(0, 2, 1).reshape(q_GRQK.shape), dk_GTK, dv_GTK, None
 
 
 attend_block.defvjp(_attend_block_fwd, _attend_block_bwd)
 
 
-def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
+def blockwise_attention(q, k, v, where: Where, slot: int, block: int, by_group: bool = False):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
-    Mapped over sequences, so that the matrices of one step stay in the cache; scores are made again in the backward
-    pass. On a CPU this is several times as fast as the dense form. XLA may hold the blocks of an unrolled loop all at
-    once. So a long full layer has at most UNROLLED ranges of keys, and loops over the blocks that share one. Where the
-    shard decides which keys a block can see, the range is chosen while running: what is not visible costs nothing.
+    Mapped over sequences, and over groups of heads if `by_group`, so that the matrices of one step stay in a CPU's
+    cache; scores are made again in the backward pass. On a CPU this is several times as fast as the dense form. XLA may
+    hold the blocks of an unrolled loop all at once. So a long full layer has at most UNROLLED ranges of keys, and loops
+    over the blocks that share one. Where the shard decides which keys a block can see, the range is chosen while
+    running: what is not visible costs nothing. A block is no longer than such a range, unless that is less than 64.
     """
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
     places, window = where.places, where.window
+    block = min(block, max(64, S // UNROLLED))
     # Queries that share one range of keys: a block where a window moves along, else so many that UNROLLED ranges suffice.
     blocks_per_range = math.ceil(S / block / UNROLLED)
     span = block if window is not None else block * blocks_per_range
@@ -164,7 +168,11 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int):
         return jnp.concatenate(out, axis=2)
 
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
-    out_BGRSK = lax.map(one_sequence, (*heads_first, places.q_segment, places.k_segment))
+    segments = [places.q_segment, places.k_segment]
+    if by_group:
+        heads_first = [x.reshape(B * G, 1, *x.shape[2:]) for x in heads_first]
+        segments = [None if x is None else jnp.repeat(x, G, axis=0) for x in segments]
+    out_BGRSK = lax.map(one_sequence, (*heads_first, *segments)).reshape(B, G, R, S, K)
     return out_BGRSK.transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
 
 
