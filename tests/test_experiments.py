@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from config import architecture, experiment, load_config, make_execution
+from heldout import row_losses
 from metrics import flops_per_token
 
 FILES = sorted((REPO / "experiments").glob("*.py"))
@@ -242,6 +243,18 @@ def test_the_next_token_is_not_seen(word):
     *_, (_, other) = loss_of(word, "data.document_mask=false", batch=changed)
     np.testing.assert_allclose(other.ce_N[:, :8], loss.ce_N[:, :8], rtol=1e-5)
     assert not np.allclose(other.ce_N[:, 9:15], loss.ce_N[:, 9:15], rtol=1e-2)
+
+
+def test_held_out_loss_is_the_experiments_own():
+    """Catches a held-out loss by model.py's layers: of LatentMoE's parameters they read the shared expert alone."""
+    c, params, batch, (_, loss) = loss_of("latent_moe")
+    piece = {k: jnp.asarray(x) for k, x in batch.items() if k not in ("filtered", "instance")}
+
+    def evaluated(params, piece, config, execution):
+        return row_losses(params, piece, c, execution)
+
+    ce, _ = on_one_device(evaluated, c, params, piece)
+    np.testing.assert_allclose(ce, np.where(batch["loss_mask"], loss.ce_N, 0).sum(axis=1), rtol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------- as runs, as plans
