@@ -352,10 +352,10 @@ def take_lock(lock: Path, output: Path, wait: float) -> int:
             if (removed := removed + 1) == 1000:
                 raise OSError(errno.ENOLCK, "the lock file is another one at each look")
         except BlockingIOError:
-            holder = os.pread(fd, 500, 0).decode(errors="replace") or "another process"
-            if time.monotonic() > deadline:
+            holder = os.pread(fd, 500, 0).decode(errors="replace")
+            if time.monotonic() > deadline + (0 if holder else 2):  # it writes its name once it has the lock
                 os.close(fd)
-                reason = f"is being written by {holder}; fix: wait until it has ended, or write elsewhere"
+                reason = f"is being written by {holder or 'another process'}; fix: wait until it has ended, or write elsewhere"
                 raise Busy(errno.EBUSY, reason, str(output)) from None
             time.sleep(0.05)
         except OSError as e:
