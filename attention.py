@@ -56,7 +56,7 @@ def choose_attention(name: str, block: int, splash: SplashConfig | None, platfor
         raise ValueError("splash: got null, expected its tiles, since attention is splash")
     choices = {
         "dense": (dense_attention, 1),
-        "blockwise": (partial(blockwise_attention, block=block, by_group=platform == "cpu"), 1),
+        "blockwise": (partial(blockwise_attention, block=block, in_cache=platform == "cpu"), 1),
         "splash": (partial(splash_attention, tiles=splash, interpret=platform != "tpu"), 128),  # tiles: 128 keys wide
         "cudnn": (partial(cudnn_attention, implementation="cudnn" if platform == "gpu" else "xla"), 1),
     }
@@ -116,19 +116,21 @@ def _attend_block_bwd(slot, window, residuals, dout_GRQK):
 attend_block.defvjp(_attend_block_fwd, _attend_block_bwd)
 
 
-def blockwise_attention(q, k, v, where: Where, slot: int, block: int, by_group: bool = False):
+def blockwise_attention(q, k, v, where: Where, slot: int, block: int, in_cache: bool = False):
     """Query block by query block, over just the keys that causality and the window leave; never [S, T].
 
-    Mapped over sequences, and over groups of heads if `by_group`, so that the matrices of one step stay in a CPU's
-    cache; scores are made again in the backward pass. On a CPU this is several times as fast as the dense form. XLA may
-    hold the blocks of an unrolled loop all at once. So a long full layer has at most UNROLLED ranges of keys, and loops
-    over the blocks that share one. Where the shard decides which keys a block can see, the range is chosen while
-    running: what is not visible costs nothing. A block is no longer than such a range, unless that is less than 64.
+    Mapped over sequences; scores are made again in the backward pass. On a CPU this is several times as fast as the
+    dense form. XLA may hold the blocks of an unrolled loop all at once. So a long full layer has at most UNROLLED ranges
+    of keys, and loops over the blocks that share one. Where the shard decides which keys a block can see, the range is
+    chosen while running: what is not visible costs nothing.
+
+    `in_cache`, for a CPU: mapped over groups of heads, too, and a block is an eighth of a short sequence, 64 at least.
     """
     B, S, H, K = q.shape
     T, G, R = k.shape[1], k.shape[2], H // k.shape[2]
     places, window = where.places, where.window
-    block = min(block, max(64, S // UNROLLED))
+    if in_cache:
+        block = min(block, max(64, S // 8))
     # Queries that share one range of keys: a block where a window moves along, else so many that UNROLLED ranges suffice.
     blocks_per_range = math.ceil(S / block / UNROLLED)
     span = block if window is not None else block * blocks_per_range
@@ -169,7 +171,7 @@ def blockwise_attention(q, k, v, where: Where, slot: int, block: int, by_group: 
 
     heads_first = [q.reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4), *(x.transpose(0, 2, 1, 3) for x in (k, v))]
     segments = [places.q_segment, places.k_segment]
-    if by_group:
+    if in_cache:
         heads_first = [x.reshape(B * G, 1, *x.shape[2:]) for x in heads_first]
         segments = [None if x is None else jnp.repeat(x, G, axis=0) for x in segments]
     out_BGRSK = lax.map(one_sequence, (*heads_first, *segments)).reshape(B, G, R, S, K)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -76,6 +77,15 @@ def test_one_writer(tmp_path, name):
         holder.communicate("\n")
         assert holder.returncode == 0
     assert [p for p in tmp_path.rglob("*") if p != output and p.is_file()] == []
+
+
+def test_holder_that_has_not_said_its_name(tmp_path):
+    """Catches "another process" where the holder has the lock and is about to write who it is."""
+    with open(tmp_path / ".out.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: os.pwrite(lock.fileno(), b"process 7 on here", 0)).start()
+        with pytest.raises(processes.Busy, match="by process 7 on here"), processes.sole_writer(tmp_path / "out"):
+            pass
 
 
 def test_a_childs_copy_of_the_lock(tmp_path):

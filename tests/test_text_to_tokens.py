@@ -1,6 +1,5 @@
 """tools/text_to_tokens.py."""
 
-import fcntl
 import gzip
 import itertools
 import json
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from tokenizers import Tokenizer
 
 import data
 from data import DataError
-from processes import Busy, sole_writer
 
 
 def test_all_inputs_give_the_same_tokens(quickstart, inputs, tmp_path):
@@ -240,15 +237,6 @@ def test_two_tokenise_at_once(quickstart, tmp_path, more):
     assert len(tokens) == json.loads(ends[winner][0])["tokens"]
     decode = Tokenizer.from_file(str(quickstart[0] / "out/tokenizer.json")).decode
     assert decode(tokens[:-1].tolist()) == f"the text of {winner} " * 50
-
-
-def test_holder_that_has_not_said_its_name(tmp_path):
-    """Catches "another process" where the holder has the lock and is about to write who it is."""
-    with open(tmp_path / ".out.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Timer(0.3, lambda: os.pwrite(lock.fileno(), b"process 7 on here", 0)).start()
-        with pytest.raises(Busy, match="is being written by process 7 on here"), sole_writer(tmp_path / "out"):
-            pass
 
 
 def test_killed_in_the_middle_of_the_exchange(tmp_path):

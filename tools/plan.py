@@ -129,6 +129,12 @@ def equations(jaxpr: Jaxpr, times: int = 1, path: tuple[JaxprEqn, ...] = ()) -> 
             yield from equations(inner, often, (eqn, *path))
 
 
+def step_equations(config: Config, mesh) -> Iterator[tuple]:
+    """`equations` of a training step, without those that nothing uses: the compiler leaves them out, too."""
+    jaxpr = trace_step(config, mesh).jaxpr.jaxpr
+    return equations(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+
+
 def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that an equation names; of a plain sum the axes are numbers."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -164,10 +170,8 @@ def collectives(config: Config, devices: int) -> list[Collective]:
     """
     mesh = abstract_mesh(config, devices)
     inputs_are_checked()
-    jaxpr = trace_step(config, mesh).jaxpr.jaxpr
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     found = Counter()
-    for eqn, times, path in equations(jaxpr):
+    for eqn, times, path in step_equations(config, mesh):
         axes = tuple((axis, mesh.shape[axis]) for axis in named_axes(eqn) if mesh.shape[axis] > 1)
         name = eqn.primitive.name
         if not axes or name in SENDS_NOTHING:
