@@ -1,43 +1,36 @@
 """Time one training step on this CPU against transformers' Olmo3ForCausalLM + torch, and against OLMo-core's own step.
 
-    python bench/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--products] [--set attention_block=256 ...]
+    python bench/bench_step.py [--model quickstart|d256 ...] [--rounds 5] [--set attention_block=256 ...]
 
 Two models: the quick start's, read from configs/, and one of 12.6 million parameters (d256 L8 H8 F1024 V8192 S1024,
 window 256, batch 4). All do the same work in fp32: the same random tokens, forward and backward, the loss over every
 label, clipping by the global norm, AdamW. transformers with SDPA attention, no dropout, and fused AdamW where this torch
 has it for the CPU; OLMo-core with its olmo3_7B config made small, its torch attention (the one that runs on a CPU) and
 its SkipStepAdamW. Each has a process of its own; they take turns, round by round, so that a busy machine slows all.
-Prints a table, whose ratios are ours to theirs, and, last, one line of JSON. With --products also what bounds our step:
-the time of its matrix products, each alone, by XLA and by torch, and what the step would be at torch's rate; at best,
-since in the step small products run side by side, each on a core.
+Prints a table, whose ratios are ours to theirs, and, last, one line of JSON. The caller's XLA_FLAGS hold for our step:
+with --xla_force_host_platform_device_count=2 and --set microbatch=1 two CPU devices share the work.
 Needs requirements-dev.txt.
 """
 
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
-import string
 import subprocess
 import sys
 import time
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests", "tools")])
+sys.path.extend([str(Path(__file__).resolve().parent.parent / folder) for folder in (".", "tests")])
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import parity
-import plan
 import torch
 import transformers
-from jax import lax
 
 import model
 import train
@@ -140,46 +133,6 @@ def contend(who: str, c: Config) -> None:
         print(json.dumps(time.perf_counter() - start), flush=True)
 
 
-def median_time(function, *operands) -> float:
-    """Seconds, after two calls for compilation and warm-up."""
-    times = []
-    for _ in range(17):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*operands))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def matrix_products(c: Config) -> dict:
-    """Floating-point operations of the matrix products of one step on one device, and the seconds they take by XLA and by
-    torch: each alone, with random operands, less what a call of nothing takes."""
-    found = Counter()
-    for eqn, times, _ in plan.step_equations(c, make_mesh(c)):  # an abstract mesh would stand for a TPU
-        if eqn.primitive.name == "dot_general":
-            found[*(x.aval.shape for x in eqn.invars), eqn.params["dimension_numbers"]] += times
-    rng, total = np.random.default_rng(0), {"flops": 0, "xla": 0.0, "torch": 0.0}
-    one = np.ones(1, np.float32)
-    idle = {"xla": median_time(jax.jit(jnp.dot), *map(jnp.asarray, (one, one))),
-            "torch": median_time(torch.einsum, "a,a->", *map(torch.from_numpy, (one, one)))}  # fmt: skip
-    for (left, right, dimensions), times in found.items():
-        (contracted, contracted_right), (batch, batch_right) = dimensions
-        # The same for torch: a letter for each dimension, the same one on both sides where they are joined.
-        a, b = string.ascii_letters[: len(left)], list(string.ascii_letters[len(left) :][: len(right)])
-        for i, j in zip((*contracted, *batch), (*contracted_right, *batch_right), strict=True):
-            b[j] = a[i]
-        free = [x for x in (*a, *b) if (x in a) != (x in b)]
-        equation = f"{a},{''.join(b)}->{''.join([*(a[i] for i in batch), *free])}"
-        operands = [rng.standard_normal(shape, np.float32) for shape in (left, right)]
-        product = jax.jit(partial(lax.dot_general, dimension_numbers=dimensions), compiler_options=c.hardware.xla_flags)
-        alone = {"xla": median_time(product, *map(jnp.asarray, operands)),
-                 "torch": median_time(torch.einsum, equation, *map(torch.from_numpy, operands))}  # fmt: skip
-        for by, seconds in alone.items():
-            total[by] += times * max(0, seconds - idle[by])
-        sizes = dict(zip(a, left, strict=True)) | dict(zip(b, right, strict=True))
-        total["flops"] += times * 2 * math.prod(sizes.values())
-    return total
-
-
 def compare(name: str, overrides: list[str], rounds: int, steps: int) -> dict:
     """Tokens/s of all, in turns; a ratio is ours / theirs, so more than 1 means that ours is faster.
 
@@ -222,7 +175,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of each side in a round")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
-    parser.add_argument("--products", action="store_true", help="time the matrix products of our step alone, too")
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
@@ -240,17 +192,6 @@ def main() -> None:
             f"{speed['olmo_core']:>11}{spread['olmo_core']:>20}",
             flush=True,
         )
-        if args.products:
-            c = load_config("quickstart.yaml", "cpu", MODELS[name] + args.set)
-            alone, step = matrix_products(c), math.prod(r["batch"]) / speed["ours"]
-            bound = step - alone["xla"] + alone["torch"]
-            theirs = math.prod(r["batch"]) / speed["transformers"]
-            print(
-                f"  our step {step:.2f} s; its products alone ({alone['flops'] / 1e9:.0f} GFLOP) {alone['xla']:.2f} s, by "
-                f"torch {alone['torch']:.2f} s: at torch's rate {bound:.2f} s at best, {theirs / bound:.2f} times transformers",
-                flush=True,
-            )
-            r["products"] = alone
         results.append(r)
     versions = {"jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"results": results, "cores": os.cpu_count(), "versions": versions}))

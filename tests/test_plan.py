@@ -444,9 +444,16 @@ def test_plan_to_the_end(capsys, tmp_path):
     more = ("--full", "--json", "--mfu", "0.5", "--keep", str(tmp_path / "kept"))
     assert plan_tool.main(plan_arguments("v5p", "v5p:2x2x1", *more, sets=[*SMALL, "microbatch=2"])) == 0
     plan = json.loads(capsys.readouterr().out)
-    memory, full = plan["memory"], plan["full"]
+    memory, full, log = plan["memory"], plan["full"], (tmp_path / "kept" / "log").read_text()
     assert full["compile_seconds"] > 0 and plan["cost"]["mfu"] == 0.5
-    assert full["argument_bytes"] / 2**30 == pytest.approx(memory["arguments_gib"], abs=0.01)
+    reserved, program, arguments = (
+        float(re.search(rf"^    {what} +([\d.]+)M", log, re.M)[1]) for what in ("reserved", "program", "arguments")
+    )
+    assert full["hbm_gib"] == pytest.approx((reserved + program + arguments) / 1024, abs=0.01)
+    assert (
+        memory["total_gib"] <= full["hbm_gib"] <= memory["total_gib"] + 0.5
+    )  # what the runtime reserves, and the code
+    assert 1 < full["vmem_mib"] <= 64
     assert list((tmp_path / "kept").glob("*.after_optimizations.txt"))
     assert {r["place"]: r["times"] for r in plan["collectives"]} == {
         "outside": 1, "micro-batches": 2, "forward": 4, "backward": 4,
@@ -632,6 +639,15 @@ allocation 538: size 93980295456, preallocated-temp:
     log = "E1 Ran out of memory in memory space hbm. Used 88.05G of 87.50G hbm. Exceeded hbm capacity by 0.55G."
     read = plan_tool.parse_memory(report, assignment, log, 95.0)
     assert read["limit_gib"] == 87.5 and not read["fits"]
+
+
+def test_last_count_is_read():
+    """Kilobytes read as gigabytes; the host's count for the HBM's; a compiler that counts neither."""
+    log = "XLA::TPU program VMEM usage: 60.47M / 64.00M\nTotal hbm usage >= 86.77G:\n    program  85.24G\nTotal host usage >= 0B:\n"
+    assert plan_tool.parse_last_count(log) == {"hbm_gib": 86.77, "vmem_mib": 60.47}
+    log = "XLA::TPU program VMEM usage: 512.0K / 64.00M\nTotal hbm usage >= 369.97M:\n"
+    assert plan_tool.parse_last_count(log) == {"hbm_gib": 0.36, "vmem_mib": 0.5}
+    assert plan_tool.parse_last_count("") == {}
 
 
 def test_advice():
