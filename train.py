@@ -357,7 +357,11 @@ class Profile:
     def before(self, step: int, finish: Callable[[], None]) -> None:
         if self.steps and step == self.first:
             finish()
-            jax.profiler.start_trace(str(self.folder))
+            # The tracer of Python's functions hooks every thread that starts. Where something listens to Python's audit
+            # events (filelock does), such a thread may die before it has begun, with a part of a checkpoint.
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self.tracing = True
         elif self.tracing and step == self.first + self.steps:
             finish()

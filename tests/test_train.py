@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -215,14 +216,25 @@ def test_logged_learning_rate_is_the_applied_one(house, straight, monkeypatch):
     assert moved == pytest.approx(1e-2 / 4, rel=1e-3)
 
 
-def test_profile(main, tmp_path, capsys):
-    """A trace that is empty, never closed, or of other steps than it says; one without the names of the source."""
+def test_profile(main, tmp_path, capsys, monkeypatch):
+    """A trace that is empty, never closed, or of other steps than it says; one without the names of the source. One that
+    hooks the threads of a save: a hook that cannot be set ends its thread, and Orbax takes that for success."""
+    start, hooks = jax.profiler.start_trace, []
+
+    def start_trace(*args, **kwargs):
+        start(*args, **kwargs)
+        hooks.append(threading.getprofile())
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
     for steps in (8, 4):  # the second run ends before its profile would
         run_dir = tmp_path / str(steps)
         assert main(run_dir, f"run.steps={steps}", "run.eval_index=null", extra=("--profile", "2")) == 0
         assert "profile from step 3 on" in capsys.readouterr().err
         traces = list((run_dir / "profile").rglob("*.xplane.pb"))
-        assert len(traces) == 1 and traces[0].stat().st_size > 10_000
+        assert len(traces) == 1
+        trace = traces[0].read_bytes()
+        assert all(name in trace for name in (b"model.py", b"attention.py", b"reduce_gradients"))
+    assert hooks == [None, None]
     assert main(tmp_path / "other", extra=("--profile", "-1")) == 2
     assert "--profile: got -1" in capsys.readouterr().err
 
